@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents to rows: whole documents share rows of a fixed length, and rows come in another order every epoch.
+
+A document is `{"input_ids": [...], "supervised_spans": [[start, stop], ...]}`: token ids, and the half-open,
+ascending, disjoint ranges of them that the target wrote. Shapes: M documents, S spans in all of them.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+
+Documents: TypeAlias = Sequence[dict[str, Any]] | datasets.Dataset
+
+DOCUMENT_COLUMNS = ["input_ids", "supervised_spans"]
+
+
+def seeded_permutation(size: int, seed: int | Sequence[int]) -> np.ndarray:
+    """A uniform permutation of `range(size)` that depends on `seed` (one or more non-negative ints) alone."""
+    # NumPy promises that the raw stream of a bit generator never changes; `Generator.permutation` has no such promise.
+    return np.argsort(np.random.PCG64(seed).random_raw(size), kind="stable")
+
+
+def _arrow_column(documents: datasets.Dataset, name: str) -> tuple[pa.ChunkedArray, np.ndarray | None]:
+    """A stored column, memory-mapped where the data set is, and the stored row of each document (None: the same)."""
+    if name not in documents.column_names:
+        raise ValueError(
+            f"The documents have the columns {documents.column_names}, expected {DOCUMENT_COLUMNS}: without `{name}` "
+            "there is nothing to train on. Tokenise the conversations first (`tokenize_completions`)."
+        )
+    # `select`, `shuffle` and `train_test_split` leave the stored rows alone and keep an order in this private table;
+    # only with it can lengths be had without reading every token.
+    order = documents._indices
+    return documents.data.column(name), None if order is None else order.column(0).to_numpy()
+
+
+def document_lengths(documents: Documents) -> np.ndarray:
+    """The number of tokens of each document, without reading the tokens of a `datasets.Dataset`.
+
+    Args:
+        documents: documents as dicts or as a `datasets.Dataset`.
+
+    Returns:
+        int64 array [M].
+    """
+    if not isinstance(documents, datasets.Dataset):
+        return np.array([len(document["input_ids"]) for document in documents], dtype=np.int64)
+    column, order = _arrow_column(documents, "input_ids")
+    lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
+    return lengths if order is None else lengths[order]
+
+
+def document_spans(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
+    """The supervised spans of all documents in one table.
+
+    Args:
+        documents: documents as dicts or as a `datasets.Dataset`.
+
+    Returns:
+        The spans, int64 [S, 2], and the index of the document that each belongs to, int64 [S].
+    """
+    if isinstance(documents, datasets.Dataset):
+        column, order = _arrow_column(documents, "supervised_spans")
+        column = column if order is None else column.take(pa.array(order))
+        counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
+        # Where no document has a span, Arrow does not know what a span is.
+        spans = pc.list_flatten(column)
+        spans = spans.cast(pa.list_(pa.int64())) if pa.types.is_null(spans.type) else spans
+        sizes, numbers = pc.list_value_length(spans).to_numpy(), pc.list_flatten(spans).to_numpy()
+    else:
+        per_document = [document["supervised_spans"] for document in documents]
+        counts = np.array([len(spans) for spans in per_document], dtype=np.int64)
+        sizes = np.array([len(span) for spans in per_document for span in spans], dtype=np.int64)
+        numbers = np.array([number for spans in per_document for span in spans for number in span], dtype=np.int64)
+    owners = np.repeat(np.arange(len(counts)), counts)
+    if (sizes != 2).any():
+        raise ValueError(
+            f"Document {owners[(sizes != 2).argmax()]} has a supervised span that is not a [start, stop] pair. "
+            "Give half-open pairs, for example [[12, 40]]."
+        )
+    return numbers.astype(np.int64).reshape(-1, 2), owners
+
+
+def _check_lengths(lengths: np.ndarray, row_length: int) -> None:
+    if row_length < 1:
+        raise ValueError(f"`row_length` is {row_length}, expected a positive number of tokens.")
+    for document in np.flatnonzero((lengths > row_length) | (lengths < 1))[:1]:
+        if lengths[document] < 1:
+            raise ValueError(f"Document {document} has no tokens: drop empty documents before packing.")
+        raise ValueError(
+            f"Document {document} has {lengths[document]} tokens, expected at most row_length={row_length}: a "
+            "document is never split over rows. Raise `row_length`, or tokenise with max_length no larger than it."
+        )
+
+
+def pack_documents(lengths: Sequence[int] | np.ndarray, row_length: int) -> list[list[int]]:
+    """Packs whole documents into rows by best fit, longest first; the result depends on the arguments alone.
+
+    Args:
+        lengths: tokens of each document [M].
+        row_length: tokens that a row holds.
+
+    Returns:
+        The indices of the documents of each row.
+
+    Raises:
+        ValueError: a document is empty or longer than a row.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    _check_lengths(lengths, row_length)
+    longest_first = np.argsort(-lengths, kind="stable")
+    rows: list[list[int]] = []
+    rows_by_space: dict[int, list[int]] = {}
+    # At most `row_length` different spaces exist, so finding the tightest one stays cheap whatever the number of rows.
+    spaces: list[int] = []
+    for document, length in zip(longest_first.tolist(), lengths[longest_first].tolist(), strict=True):
+        tightest = bisect_left(spaces, length)
+        if tightest < len(spaces):
+            space = spaces[tightest]
+            row = rows_by_space[space].pop()
+            if not rows_by_space[space]:
+                del rows_by_space[space], spaces[tightest]
+        else:
+            space, row = row_length, len(rows)
+            rows.append([])
+        rows[row].append(document)
+        left = space - length
+        if left not in rows_by_space:
+            rows_by_space[left] = []
+            insort(spaces, left)
+        rows_by_space[left].append(row)
+    return rows
+
+
+class PackedDataset(torch.utils.data.Dataset):
+    """Rows of whole documents, as the data collator takes them.
+
+    Which documents share a row depends on the documents' lengths and `seed` alone, so every epoch has the same rows.
+    An item is `{"epoch": int, "documents": [{"document": int, "input_ids": [...], "supervised_spans": [...]}, ...]}`,
+    where `document` is the index in `documents`.
+
+    Args:
+        documents: documents as dicts or as a `datasets.Dataset` (which stays on disk).
+        row_length: tokens that a row holds.
+        seed: decides which of several documents of one length goes into which row.
+
+    Raises:
+        ValueError: no documents, or one that is empty or longer than a row.
+    """
+
+    def __init__(self, documents: Documents, row_length: int, seed: int = 0):
+        if len(documents) == 0:
+            raise ValueError("There are no documents, expected at least one: check the data file and its filters.")
+        lengths = document_lengths(documents)
+        _check_lengths(lengths, row_length)
+        if isinstance(documents, datasets.Dataset):
+            documents = documents.select_columns(DOCUMENT_COLUMNS).with_format(None)
+        self.documents = documents
+        self.row_length = row_length
+        self.num_tokens = int(lengths.sum())
+        # Files often hold related chats side by side; without this shuffle those of one length would share a row.
+        shuffled = seeded_permutation(len(documents), seed)
+        rows = pack_documents(lengths[shuffled], row_length)
+        # Two arrays, not lists: worker processes share them without copying.
+        self._members = shuffled[np.concatenate([np.array(row) for row in rows])]
+        self._row_starts = np.cumsum([0] + [len(row) for row in rows])
+
+    def __len__(self) -> int:
+        return len(self._row_starts) - 1
+
+    @property
+    def fill_rate(self) -> float:
+        """The share of the rows' tokens that belong to documents."""
+        return self.num_tokens / (len(self) * self.row_length)
+
+    def __getitem__(self, index: int | tuple[int, int]) -> dict[str, Any]:
+        epoch, row = index if isinstance(index, tuple) else (0, index)
+        if not 0 <= row < len(self):
+            raise IndexError(f"Row {row} does not exist: there are {len(self)} rows, from 0 to {len(self) - 1}.")
+        members = self._members[self._row_starts[row] : self._row_starts[row + 1]].tolist()
+        documents = [(member, self.documents[member]) for member in members]
+        return {
+            "epoch": epoch,
+            "documents": [{"document": i} | {name: item[name] for name in DOCUMENT_COLUMNS} for i, item in documents],
+        }
+
+
+class RowSampler(torch.utils.data.Sampler[tuple[int, int]]):
+    """Yields `(epoch, row)` for every row, in an order that depends on (seed, epoch) alone.
+
+    The epoch travels with the row, so a worker that fetches ahead draws the anchors of the epoch that the row is for.
+
+    Args:
+        num_rows: rows of the `PackedDataset`.
+        seed: a non-negative int.
+    """
+
+    def __init__(self, num_rows: int, seed: int = 0):
+        self.num_rows = num_rows
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        for row in seeded_permutation(self.num_rows, [self.seed, self.epoch]).tolist():
+            yield self.epoch, row

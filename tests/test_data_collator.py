@@ -1,0 +1,449 @@
+# SPDX-License-Identifier: Apache-2.0
+from fractions import Fraction
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from accelerate.data_loader import BatchSamplerShard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
+from torch.utils.data import BatchSampler, DataLoader
+
+from dflash_hf.data_collator import (
+    DataCollatorForDFlash,
+    _shorten_draws,
+    check_documents,
+    document_seed,
+    draw_anchors,
+    share_of_countable_slots,
+    valid_anchors,
+)
+from dflash_hf.packing import PackedDataset, RowSampler
+
+
+UNCAPPED = 10**6
+
+
+def make_row(*documents: tuple[int, list[list[int]]], epoch: int = 0, first: int = 0) -> dict:
+    """A row of documents given as (length, spans), whose token ids are all different."""
+    items, token = [], 100
+    for index, (length, spans) in enumerate(documents, start=first):
+        items.append({"document": index, "input_ids": list(range(token, token + length)), "supervised_spans": spans})
+        token += length
+    return {"epoch": epoch, "documents": items}
+
+
+@st.composite
+def drawn_documents(draw) -> tuple[int, list[list[int]]]:
+    """(length, spans): spans that touch or leave gaps, of one token, none at all, at the very end of the document."""
+    spans, position = [], 0
+    for _ in range(draw(st.integers(0, 4))):
+        start = position + draw(st.integers(0, 3))
+        position = start + draw(st.integers(0, 7))
+        spans.append([start, position])
+    return max(1, position + draw(st.sampled_from([0, 0, 1, 4]))), spans
+
+
+# --- Twins that look at one token at a time ---
+
+
+def supervised_flags(length: int, spans: list[list[int]]) -> list[bool]:
+    flags = [False] * length
+    for start, stop in spans:
+        for position in range(start, stop):
+            flags[position] = True
+    return flags
+
+
+def naive_valid(length: int, spans: list[list[int]]) -> list[int]:
+    flags = supervised_flags(length, spans)
+    return [a for a in range(length - 1) if flags[a] and flags[a + 1]]
+
+
+def naive_permutation(valid: list[int], seed: int, epoch: int, document: int) -> list[int]:
+    stream = np.random.PCG64(document_seed(seed, epoch, document, "anchors"))
+    keys = [int(stream.random_raw()) for _ in valid]
+    return [valid[i] for i in sorted(range(len(valid)), key=keys.__getitem__)]
+
+
+def naive_counts(draws: list[int], cap: int) -> list[int]:
+    """Fewer anchors for each document, in proportion, at least one for each that has any."""
+    if sum(draws) <= cap:
+        return draws
+    alive = [i for i, draw in enumerate(draws) if draw]
+    if len(alive) >= cap:
+        chosen = sorted(alive, key=lambda i: -draws[i])[:cap]
+        return [int(i in chosen) for i in range(len(draws))]
+    counts, left = [0] * len(draws), cap
+    while True:
+        quota = {i: Fraction(draws[i] * left, sum(draws[j] for j in alive)) for i in alive}
+        small = [i for i in alive if quota[i] < 1]
+        if not small:
+            break
+        for i in small:
+            counts[i] = 1
+        alive, left = [i for i in alive if i not in small], left - len(small)
+    for i in alive:
+        counts[i] = int(quota[i])
+    for i in sorted(alive, key=lambda i: -(quota[i] % 1))[: cap - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
+def naive_labels(token_ids: list[int], flags: list[bool], anchor: int, block_size: int) -> list[int]:
+    labels = [-100] * block_size
+    for slot in range(1, block_size):
+        position = anchor + slot
+        if position >= len(token_ids) or not flags[position]:
+            break
+        labels[slot] = token_ids[position]
+    return labels
+
+
+def naive_row(row: dict, collator: DataCollatorForDFlash) -> dict:
+    out = {name: [] for name in ("input_ids", "position_ids", "document_ids", "anchor_positions", "labels")}
+    shapes = [(len(item["input_ids"]), item["supervised_spans"]) for item in row["documents"]]
+    draws = [min(collator.num_anchors, len(naive_valid(*shape))) for shape in shapes]
+    counts = naive_counts(draws, collator.max_anchors_per_row)
+    for index, (item, shape, count) in enumerate(zip(row["documents"], shapes, counts, strict=True)):
+        start, flags = len(out["input_ids"]), supervised_flags(*shape)
+        drawn = naive_permutation(naive_valid(*shape), collator.seed, row["epoch"], item["document"])
+        for anchor in sorted(drawn[:count]):
+            out["anchor_positions"].append(start + anchor)
+            out["labels"].append(naive_labels(item["input_ids"], flags, anchor, collator.block_size))
+        for position, token in enumerate(item["input_ids"]):
+            out["input_ids"].append(token)
+            out["position_ids"].append(position)
+            out["document_ids"].append(index)
+    return out
+
+
+rows_of_documents = st.lists(st.lists(drawn_documents(), min_size=1, max_size=5), min_size=1, max_size=3)
+
+
+@given(rows_of_documents, st.integers(2, 9), st.integers(1, 12), st.sampled_from([1, 2, 5, 9, UNCAPPED]))
+@settings(deadline=None, max_examples=200)
+def test_batch_equals_the_twin(rows, block_size, num_anchors, cap):
+    collator = DataCollatorForDFlash(block_size, num_anchors, 7, max_anchors_per_row=cap, pad_token_id=5)
+    rows = [make_row(*documents, epoch=2, first=10 * i) for i, documents in enumerate(rows)]
+    batch = collator(rows)
+    expected = [naive_row(row, collator) for row in rows]
+    num_tokens = max(len(row["input_ids"]) for row in expected)
+    anchors = max(1, *(len(row["anchor_positions"]) for row in expected))
+    assert anchors <= max(1, cap)
+    padding = {"input_ids": 5, "position_ids": 0, "document_ids": -1, "anchor_positions": -1}
+    padding["labels"] = [-100] * block_size
+    for name, pad in padding.items():
+        size = anchors if name in ("anchor_positions", "labels") else num_tokens
+        assert batch[name].dtype == torch.int64
+        assert batch[name].tolist() == [row[name] + [pad] * (size - len(row[name])) for row in expected], name
+    assert batch["document_lengths"] == [[len(item["input_ids"]) for item in row["documents"]] for row in rows]
+    seeds = [[document_seed(7, 2, item["document"], "noise") for item in row["documents"]] for row in rows]
+    assert batch["noise_seeds"] == seeds
+    assert "attention_mask" not in batch
+
+
+@given(drawn_documents(), st.integers(0, 30))
+@settings(deadline=None)
+def test_valid_and_drawn_anchors_equal_the_twin(document, num_anchors):
+    valid = naive_valid(*document)
+    assert valid_anchors(document[1]).tolist() == valid
+    drawn = sorted(naive_permutation(valid, 1, 2, 3)[:num_anchors])
+    assert draw_anchors(document[1], num_anchors, 1, 2, 3).tolist() == drawn
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=12), st.integers(1, 200))
+@settings(deadline=None)
+def test_row_cap_is_shared_in_proportion(draws, cap):
+    counts = _shorten_draws(np.array(draws), cap)
+    assert counts.sum() == min(cap, sum(draws)) and (counts <= draws).all()
+    assert (counts[np.array(draws) > 0] >= 1).all() or np.count_nonzero(draws) > cap
+    if (np.array(draws) * min(cap, sum(draws)) >= sum(draws)).all() and sum(draws):
+        assert (np.abs(counts - np.array(draws) * min(1, cap / sum(draws))) < 1).all()
+
+
+# --- Anchors ---
+
+
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [([[0, 4], [4, 6]], [0, 1, 2, 3, 4]), ([[0, 4], [5, 7]], [0, 1, 2, 5]), ([[3, 4]], []), ([[3, 3]], []), ([], [])],
+)
+def test_m7_valid_anchors_and_their_next_token_are_supervised(spans, expected):
+    assert valid_anchors(spans).tolist() == expected
+
+
+def test_m7_all_valid_positions_where_the_budget_is_larger():
+    assert draw_anchors([[2, 6]], 8, 0, 0, 0).tolist() == [2, 3, 4]
+    assert DataCollatorForDFlash(4, 8)([make_row((40, [[2, 6]]))])["anchor_positions"].tolist() == [[2, 3, 4]]
+
+
+@pytest.mark.parametrize("vary", ["epoch", "document", "seed"])
+def test_m7_anchors_are_uniform(vary):
+    """Chi-square over 2000 draws of 5 of 20 positions; 4 and 50 are the 0.01% quantiles for 19 degrees of freedom."""
+    counts = np.zeros(30)
+    for i in range(2000):
+        anchors = draw_anchors([[3, 13], [14, 26]], 5, **({"seed": 0, "epoch": 0, "document": 0} | {vary: i}))
+        assert len(set(anchors.tolist())) == 5
+        counts[anchors] += 1
+    valid = valid_anchors([[3, 13], [14, 26]])
+    assert len(valid) == 20 and counts[valid].sum() == counts.sum()
+    # Without replacement the counts vary by 1 - 5/20 less than the statistic's distribution assumes.
+    statistic = ((counts[valid] - 500) ** 2 / 500).sum() * (19 / 20) / (1 - 5 / 20)
+    assert 4 < statistic < 50
+
+
+def anchors_per_document(batch: dict) -> dict[tuple[int, int], list[int]]:
+    """(row, document of the row) -> anchors in tokens from the document's start."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for i, anchors in enumerate(batch["anchor_positions"].tolist()):
+        for anchor in (a for a in anchors if a >= 0):
+            key = (i, int(batch["document_ids"][i, anchor]))
+            found.setdefault(key, []).append(int(batch["position_ids"][i, anchor]))
+    return found
+
+
+def test_m2_packing_leaves_the_anchors_of_a_document_alone():
+    collator = DataCollatorForDFlash(8, num_anchors=16, max_anchors_per_row=64)
+    documents = [(25, [[5, 25]])] * 4
+    packed = anchors_per_document(collator([make_row(*documents, epoch=3)]))
+    separate = anchors_per_document(collator([make_row(documents[i], epoch=3, first=i) for i in range(4)]))
+    assert [len(anchors) for anchors in packed.values()] == [16] * 4
+    assert [packed[0, i] for i in range(4)] == [separate[i, 0] for i in range(4)]
+
+
+def test_row_cap_keeps_a_subset_and_is_logged_once(monkeypatch, caplog):
+    monkeypatch.setattr(DataCollatorForDFlash, "_cap_is_logged", False)
+    row = make_row((60, [[0, 60]]), (4, [[1, 3]]), (20, [[0, 20]]))
+    full = anchors_per_document(DataCollatorForDFlash(4, max_anchors_per_row=UNCAPPED)([row]))
+    assert not caplog.records
+    for _ in range(2):
+        capped = anchors_per_document(DataCollatorForDFlash(4, max_anchors_per_row=21)([row]))
+    assert {key: len(anchors) for key, anchors in capped.items()} == {(0, 0): 15, (0, 1): 1, (0, 2): 5}
+    assert all(set(anchors) <= set(full[key]) for key, anchors in capped.items())
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "3 documents of a row draw 79 anchors" in caplog.text and "keep 21" in caplog.text
+
+
+@pytest.mark.parametrize(("row_length", "anchors"), [(None, 10), (100, 25)])
+def test_row_cap_is_a_quarter_of_the_row(row_length, anchors):
+    collator = DataCollatorForDFlash(4, row_length=row_length)
+    batch = collator([make_row((40, [[0, 40]])), make_row((2, [[0, 2]]))])
+    assert (batch["anchor_positions"] >= 0).sum(dim=1).tolist() == [anchors, 1]
+
+
+# --- Labels ---
+
+
+def test_l1_slot_k_has_the_kth_token_after_the_anchor():
+    row = make_row((30, [[5, 30]]))
+    row["documents"][0]["input_ids"] = list(range(30))
+    batch = DataCollatorForDFlash(4, max_anchors_per_row=UNCAPPED)([row])
+    assert batch["anchor_positions"][0, 0] == 5
+    assert batch["labels"][0, 0].tolist() == [-100, 6, 7, 8]
+
+
+def test_m3_labels_stop_at_the_end_of_the_document():
+    batch = DataCollatorForDFlash(4, max_anchors_per_row=UNCAPPED)([make_row((10, [[8, 10]]), (10, [[0, 10]]))])
+    assert batch["anchor_positions"][0, :2].tolist() == [8, 10]
+    assert batch["labels"][0, :2].tolist() == [[-100, 109, -100, -100], [-100, 111, 112, 113]]
+    assert batch["position_ids"][0, 8:12].tolist() == [8, 9, 0, 1]
+
+
+def test_m3_labels_stop_at_a_gap_for_good():
+    batch = DataCollatorForDFlash(6, max_anchors_per_row=UNCAPPED)([make_row((10, [[0, 3], [4, 10]]))])
+    assert batch["labels"][0, 0].tolist() == [-100, 101, 102, -100, -100, -100]
+
+
+def test_m4_nothing_is_shifted():
+    documents = [(7, [[2, 7]]), (5, [[1, 4]])]
+    batch = DataCollatorForDFlash(3, max_anchors_per_row=UNCAPPED)([make_row(*documents)])
+    ids, anchors = batch["input_ids"][0], batch["anchor_positions"][0]
+    assert ids.tolist() == list(range(100, 112))
+    assert batch["position_ids"][0].tolist() == [*range(7), *range(5)]
+    assert batch["labels"][0, :, 1].tolist() == ids[anchors + 1].tolist()
+
+
+def test_m6_unused_anchors_come_last_and_have_no_labels():
+    batch = DataCollatorForDFlash(4, max_anchors_per_row=UNCAPPED)([make_row((6, [[0, 6]])), make_row((3, [[0, 2]]))])
+    assert batch["anchor_positions"].tolist() == [[0, 1, 2, 3, 4], [0, -1, -1, -1, -1]]
+    assert (batch["labels"][1, 1:] == -100).all()
+
+
+@pytest.mark.parametrize("spans", [[], [[2, 3], [4, 5]]])
+def test_l2_a_row_with_nothing_to_learn_from(spans):
+    batch = DataCollatorForDFlash(4)([make_row((6, spans))])
+    assert batch["anchor_positions"].tolist() == [[-1]]
+    assert batch["labels"].tolist() == [[[-100] * 4]]
+
+
+@pytest.mark.parametrize("as_data_set", [False, True])
+@pytest.mark.parametrize("spans", [[], [[0, 1], [2, 3]]])
+def test_l2_a_data_set_with_nothing_to_learn_from_is_an_error(spans, as_data_set):
+    documents = [{"input_ids": [1, 2, 3, 4], "supervised_spans": local} for local in ([], spans)]
+    with pytest.raises(ValueError, match=r"None of the 2 documents .*nothing to learn from"):
+        check_documents(datasets.Dataset.from_list(documents) if as_data_set else documents, 4)
+
+
+def test_dt7_an_answer_cut_off_by_max_length_is_still_learnt():
+    collator = DataCollatorForDFlash(4, max_anchors_per_row=UNCAPPED)
+    batch = collator([make_row((12, [[4, 12]]))])
+    assert batch["anchor_positions"][0].tolist() == list(range(4, 11))
+    assert batch["labels"][0, -1].tolist() == [-100, 111, -100, -100]
+    with pytest.raises(ValueError, match=r"Document 0 .*\[4, 13\].*12 tokens.*Cut the spans"):
+        collator([make_row((12, [[4, 13]]))])
+
+
+# --- Reproducibility ---
+
+
+def packed_rows(row_length: int = 96) -> PackedDataset:
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(4, 60, 40).tolist()
+    documents = [{"input_ids": [7] * length, "supervised_spans": [[1, length]]} for length in lengths]
+    return PackedDataset(documents, row_length)
+
+
+def drawn_by_document(batches, dataset: PackedDataset, orders: list[list[tuple[int, int]]]) -> dict:
+    """(epoch, document) -> (anchors, noise seed), for batches of rows in the given orders."""
+    found = {}
+    for batch, order in zip(batches, orders, strict=True):
+        anchors = anchors_per_document(batch)
+        for i, (epoch, row) in enumerate(order):
+            for j, item in enumerate(dataset[row]["documents"]):
+                found[epoch, item["document"]] = (anchors.get((i, j), []), batch["noise_seeds"][i][j])
+    return found
+
+
+@pytest.mark.parametrize("row_length", [None, 96])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_c3_workers_batches_and_ranks_do_not_enter(workers, row_length):
+    """The default cap bites in these rows, so it must not look at the other rows of the batch either."""
+    dataset, sampler = packed_rows(), RowSampler(len(packed_rows()), seed=1)
+    sampler.set_epoch(2)
+    collator = DataCollatorForDFlash(4, num_anchors=9, seed=3, row_length=row_length)
+    one_by_one = drawn_by_document([collator([dataset[index]]) for index in sampler], dataset, [[i] for i in sampler])
+    assert len(one_by_one) == len(dataset.documents)
+    for ranks, size in ((1, 3), (2, 2)):
+        for rank in range(ranks):
+            shard = BatchSamplerShard(BatchSampler(sampler, size, drop_last=False), ranks, rank)
+            loader = DataLoader(dataset, batch_sampler=shard, collate_fn=collator, num_workers=workers)
+            drawn = drawn_by_document(loader, dataset, list(shard))
+            assert drawn.items() <= {key: one_by_one[key] for key in drawn}.items()
+
+
+def test_c3_epochs_documents_and_seeds_draw_differently():
+    row = make_row((200, [[0, 200]]), (200, [[0, 200]]))
+    seen = set()
+    for seed in (0, 1):
+        for epoch in (0, 1):
+            batch = DataCollatorForDFlash(4, num_anchors=8, seed=seed)([row | {"epoch": epoch}])
+            seen |= {(tuple(anchors), "anchors") for anchors in anchors_per_document(batch).values()}
+            seen |= {(noise, "noise") for noise in batch["noise_seeds"][0]}
+    assert len(seen) == 16
+
+
+def test_c3_without_redraw_every_epoch_is_the_same():
+    row = make_row((200, [[0, 200]]))
+    collator = DataCollatorForDFlash(4, num_anchors=8, redraw=False)
+    first, later = (collator([row | {"epoch": epoch}]) for epoch in (0, 5))
+    assert first["anchor_positions"].equal(later["anchor_positions"]) and first["noise_seeds"] == later["noise_seeds"]
+
+
+def test_c3_drawing_leaves_global_random_states_alone():
+    np.random.seed(0)
+    torch.manual_seed(0)
+    before = np.random.get_state()[1].tolist(), torch.get_rng_state()
+    DataCollatorForDFlash(4)([packed_rows()[0]])
+    assert np.random.get_state()[1].tolist() == before[0] and torch.get_rng_state().equal(before[1])
+
+
+def test_c3_seeds_never_change():
+    """A checkpoint is resumed by later releases too: these values are part of the format."""
+    assert document_seed(0, 0, 0, "anchors") == 7803041139055444755
+    assert document_seed(1, 2, 3, "noise") == 30464123198232563
+    assert draw_anchors([[10, 60]], 6, 1, 2, 3).tolist() == [12, 13, 24, 28, 30, 47]
+
+
+# --- Shapes ---
+
+
+def test_p2_few_shapes_few_compilations():
+    """Rows of one length and anchors in steps of 32: ten batches of varied documents compile at most twice."""
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter, dynamic=False)
+    def step(input_ids, anchor_positions, labels):
+        return input_ids.gather(1, anchor_positions.clamp(min=0)).sum() + labels.sum()
+
+    collator = DataCollatorForDFlash(4, 16, row_length=256, pad_anchors_to_multiple_of=32)
+    generator, used = np.random.default_rng(0), set()
+    for _ in range(10):
+        lengths = generator.integers(2, 51, 5).tolist()
+        batch = collator([make_row(*((length, [[length // 4, length]]) for length in lengths)) for _ in range(2)])
+        used.add(int((batch["anchor_positions"] >= 0).sum(dim=1).max()))
+        step(batch["input_ids"], batch["anchor_positions"], batch["labels"])
+    assert len(used) > 4 and counter.frame_count <= 2
+
+
+# --- Checks ---
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_ids": [1, 2, -100, 4]}, r"Document 5 has the token id -100 at position 2"),
+        ({"input_ids": []}, r"Document 5 has input_ids of shape \(0,\)"),
+        ({"input_ids": [0.5, 1.5]}, r"Document 5 has input_ids .*float64"),
+        ({"supervised_spans": [[-1, 2]]}, r"Document 5 .*\[-1, 2\], expected one from 0 on"),
+        ({"supervised_spans": [[1, 5]]}, r"Document 5 .*\[1, 5\].*within its 4 tokens"),
+        ({"supervised_spans": [[2, 4], [0, 1]]}, r"Document 5 .*\[0, 1\], expected one from 4 on"),
+        ({"supervised_spans": [[0, 3], [2, 4]]}, r"Document 5 .*\[2, 4\], expected one from 3 on"),
+        ({"supervised_spans": [[3, 1]]}, r"Document 5 .*\[3, 1\]"),
+        ({"supervised_spans": [1, 3]}, r"Document 5 .*shape \(2,\)"),
+    ],
+)
+def test_a_bad_document_is_named(change, message):
+    row = make_row((4, [[0, 4]]), (4, [[0, 4]]), first=4)
+    row["documents"][1].update(change)
+    with pytest.raises(ValueError, match=message):
+        DataCollatorForDFlash(4)([row])
+
+
+def test_a_row_that_is_too_long_is_refused():
+    with pytest.raises(ValueError, match=r"documents \[3, 4\] has 12 tokens.*row_length=10"):
+        DataCollatorForDFlash(4, row_length=10)([make_row((8, [])), make_row((8, []), (4, []), first=3)])
+
+
+@pytest.mark.parametrize("name", ["block_size", "num_anchors", "max_anchors_per_row", "row_length"])
+def test_arguments_are_checked(name):
+    with pytest.raises(ValueError, match=f"`{name}` is 0, expected"):
+        DataCollatorForDFlash(**({"block_size": 4} | {name: 0}))
+
+
+@given(st.lists(drawn_documents(), min_size=1, max_size=5), st.integers(2, 9))
+@settings(deadline=None)
+def test_share_of_countable_slots_equals_the_twin(documents, block_size):
+    labels = [
+        naive_labels(list(range(length)), supervised_flags(length, spans), anchor, block_size)
+        for length, spans in documents
+        for anchor in naive_valid(length, spans)
+    ]
+    slots = [label >= 0 for block in labels for label in block[1:]]
+    data = [{"input_ids": [0] * length, "supervised_spans": spans} for length, spans in documents]
+    assert share_of_countable_slots(data, block_size) == (sum(slots) / len(slots) if slots else 0.0)
+
+
+@pytest.mark.parametrize(("answer", "warned"), [(5, True), (40, False)])
+def test_answers_shorter_than_the_block_are_warned_about(answer, warned, caplog):
+    documents = [{"input_ids": [1] * 60, "supervised_spans": [[10, 10 + answer]]}] * 3
+    check_documents(datasets.Dataset.from_list(documents).shuffle(seed=0), 16)
+    assert ("16.7% of the drafted slots" in caplog.text and "block of 16" in caplog.text) is warned
+
+
+def test_check_documents_names_the_document_with_a_bad_span():
+    documents = [{"input_ids": [1] * 6, "supervised_spans": [[0, stop]]} for stop in (6, 6, 7)]
+    with pytest.raises(ValueError, match=r"Document 2 .*\[0, 7\].*within its 6 tokens"):
+        check_documents(datasets.Dataset.from_list(documents), 4)

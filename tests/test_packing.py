@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+import pickle
+
+import datasets
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_hf.packing import PackedDataset, RowSampler, document_lengths, document_spans, pack_documents
+
+
+def make_documents(count: int, seed: int = 0, longest: int = 60) -> list[dict]:
+    generator = np.random.default_rng(seed)
+    documents = []
+    for _ in range(count):
+        length = int(generator.integers(1, longest + 1))
+        cuts = sorted(generator.integers(0, length + 1, size=2 * generator.integers(0, 3)).tolist())
+        spans = [[cuts[i], cuts[i + 1]] for i in range(0, len(cuts), 2)]
+        documents.append({"input_ids": generator.integers(0, 99, length).tolist(), "supervised_spans": spans})
+    return documents
+
+
+def mixed_lengths(count: int) -> np.ndarray:
+    """Lengths of mean 2000, none above 4096."""
+    return np.clip(np.random.default_rng(0).gamma(4, 515, count).astype(int), 1, 4096)
+
+
+def naive_best_fit(lengths: list[int], row_length: int) -> list[int]:
+    """The free tokens of each row after best fit, longest first, looking at every row for every document."""
+    spaces: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [row for row, space in enumerate(spaces) if space >= length]
+        if fitting:
+            spaces[min(fitting, key=lambda row: spaces[row])] -= length
+        else:
+            spaces.append(row_length - length)
+    return sorted(spaces)
+
+
+@given(st.lists(st.integers(1, 40), max_size=80), st.integers(40, 100))
+@settings(deadline=None)
+def test_pack_documents_is_best_fit_of_whole_documents(lengths, row_length):
+    rows = pack_documents(lengths, row_length)
+    assert sorted(document for row in rows for document in row) == list(range(len(lengths)))
+    spaces = sorted(row_length - sum(lengths[document] for document in row) for row in rows)
+    assert spaces == naive_best_fit(lengths, row_length)
+    assert rows == pack_documents(np.array(lengths, dtype=np.int32), row_length)
+
+
+def test_pack_documents_fills_rows():
+    lengths = mixed_lengths(20_000)
+    rows = pack_documents(lengths, 8192)
+    assert lengths.sum() / (len(rows) * 8192) > 0.98
+
+
+@pytest.mark.parametrize(("lengths", "row_length"), [([5, 3, 9], 8), ([5, 3, 0], 8), ([5], 0)])
+def test_pack_documents_refuses_what_does_not_fit(lengths, row_length):
+    message = {9: r"Document 2 has 9 tokens.*row_length=8", 0: "Document 2 has no tokens", 5: "`row_length` is 0"}
+    with pytest.raises(ValueError, match=message[lengths[-1]]):
+        pack_documents(lengths, row_length)
+
+
+def stored(kind: str, documents: list[dict], tmp_path) -> tuple[datasets.Dataset, list[dict]]:
+    """A data set in one of the ways that its rows may be stored, and the documents that it must give."""
+    data = datasets.Dataset.from_list(documents)
+    if kind == "slice":
+        return data.select(range(7, 31)), documents[7:31]
+    if kind == "picked":
+        order = [30, 2, 2, 17, 0]
+        return data.select(order), [documents[i] for i in order]
+    if kind == "shuffled":
+        shuffled = data.add_column("row", range(len(documents))).shuffle(seed=3)
+        return shuffled, [documents[i] for i in shuffled["row"]]
+    if kind == "concatenated":
+        return datasets.concatenate_datasets([data, data.select([4, 3])]), [*documents, documents[4], documents[3]]
+    if kind == "large lists":
+        column = datasets.LargeList(datasets.Value("int32"))
+        return data.cast_column("input_ids", column), documents
+    if kind == "pairs":
+        column = datasets.List(datasets.List(datasets.Value("int32"), length=2))
+        return data.cast_column("supervised_spans", column), documents
+    if kind == "on disk":
+        data.save_to_disk(tmp_path / "data", num_shards=3)
+        return datasets.load_from_disk(tmp_path / "data").select([11, 5, 39]), [documents[i] for i in (11, 5, 39)]
+    assert kind == "formatted"
+    return data.with_format("torch"), documents
+
+
+KINDS = ["slice", "picked", "shuffled", "concatenated", "large lists", "pairs", "on disk", "formatted"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stored_data_set_is_packed_like_a_list(kind, tmp_path, monkeypatch):
+    data, documents = stored(kind, make_documents(40), tmp_path)
+    with monkeypatch.context() as patch:
+        # The lengths and spans come from the stored offsets: no document is decoded before its row is asked for.
+        patch.setattr(datasets.Dataset, "__getitem__", None)
+        patch.setattr(datasets.Dataset, "__iter__", None)
+        packed = PackedDataset(data, 64, seed=5)
+        lengths, (spans, owners) = document_lengths(data), document_spans(data)
+    assert lengths.tolist() == [len(document["input_ids"]) for document in documents]
+    assert [spans[owners == i].tolist() for i in range(len(documents))] == [d["supervised_spans"] for d in documents]
+    same = PackedDataset(documents, 64, seed=5)
+    assert [packed[row] for row in range(len(packed))] == [same[row] for row in range(len(same))]
+    assert document_spans(documents)[0].tolist() == spans.tolist()
+
+
+def test_every_document_is_in_one_row_of_every_epoch():
+    documents = make_documents(50)
+    packed = PackedDataset(documents, 64)
+    for epoch in (0, 3):
+        rows = [packed[epoch, row] for row in range(len(packed))]
+        assert {row["epoch"] for row in rows} == {epoch}
+        members = [item for row in rows for item in row["documents"]]
+        assert sorted(item["document"] for item in members) == list(range(50))
+        assert all(documents[item["document"]].items() <= item.items() for item in members)
+        assert all(sum(len(item["input_ids"]) for item in row["documents"]) <= 64 for row in rows)
+    tokens = sum(len(document["input_ids"]) for document in documents)
+    assert packed.fill_rate == tokens / (64 * len(packed))
+    assert list(packed) == [packed[0, row] for row in range(len(packed))]
+
+
+def test_packing_depends_on_data_and_seed_alone():
+    documents = [{"input_ids": [1] * length, "supervised_spans": []} for length in [30, 20, 10] * 20]
+    rows = {seed: list(PackedDataset(documents, 64, seed=seed)) for seed in (0, 1)}
+    assert rows[0] == list(PackedDataset(documents, 64, seed=0))
+    assert rows[0] != rows[1] and len(rows[0]) == len(rows[1])
+
+
+def test_packed_dataset_travels_to_a_worker():
+    packed = PackedDataset(datasets.Dataset.from_list(make_documents(20)), 64)
+    assert list(pickle.loads(pickle.dumps(packed))) == list(packed)
+
+
+@pytest.mark.parametrize("row", [-1, 1, (2, 1)])
+def test_packed_dataset_refuses_rows_that_do_not_exist(row):
+    with pytest.raises(IndexError, match="there are 1 rows"):
+        PackedDataset(make_documents(1), 64)[row]
+
+
+@pytest.mark.parametrize("as_data_set", [False, True])
+def test_packed_dataset_names_the_document_that_does_not_fit(as_data_set):
+    documents = [{"input_ids": [1] * length, "supervised_spans": [[0, 1]]} for length in (3, 70, 5)]
+    with pytest.raises(ValueError, match=r"Document 1 has 70 tokens.*max_length"):
+        PackedDataset(datasets.Dataset.from_list(documents) if as_data_set else documents, 64)
+
+
+def test_packed_dataset_refuses_no_documents_and_other_columns():
+    with pytest.raises(ValueError, match="no documents"):
+        PackedDataset([], 64)
+    with pytest.raises(ValueError, match=r"columns \['messages'\].*tokenize_completions"):
+        PackedDataset(datasets.Dataset.from_dict({"messages": ["hi"]}), 64)
+
+
+def test_document_spans_refuses_what_is_no_pair():
+    documents = [{"input_ids": [1, 2, 3], "supervised_spans": spans} for spans in ([[0, 2]], [[0, 1, 2]])]
+    for data in (documents, datasets.Dataset.from_list(documents)):
+        with pytest.raises(ValueError, match=r"Document 1 .*\[start, stop\]"):
+            document_spans(data)
+
+
+def test_row_sampler_orders_rows_by_seed_and_epoch_alone():
+    sampler = RowSampler(30, seed=4)
+    orders = {}
+    for epoch in (0, 1, 2, 1):
+        sampler.set_epoch(epoch)
+        epochs, rows = zip(*sampler, strict=True)
+        assert set(epochs) == {epoch} and sorted(rows) == list(range(len(sampler)))
+        assert orders.setdefault(epoch, rows) == rows
+    assert len({*orders.values(), tuple(row for _, row in RowSampler(30, seed=5))}) == 4
+    resumed = RowSampler(30, seed=4)
+    resumed.set_epoch(2)
+    assert tuple(row for _, row in resumed) == orders[2]

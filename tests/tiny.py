@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny targets, drafters and a tokenizer, made from nothing, so that the tests need no download."""
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+
+VOCAB_SIZE = 272
+HIDDEN_SIZE = 64
+MASK_TOKEN_ID = 260
+
+CHATML_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer(chat_template: str | None = CHATML_TEMPLATE) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of 260 ids: 256 bytes, <|endoftext|>, <|im_start|>, <|im_end|>, <|pad|>."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(
+        [AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|pad|>"
+    )
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def _target(model_class: type[PreTrainedModel], config, seed: int, scale: float) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    model = model_class(config).eval()
+    with torch.no_grad():
+        # Larger weights than the usual 0.02 give a tiny random model peaked, prompt-dependent answers.
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(scale)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 259
+    return model
+
+
+def dense_target(num_layers: int = 6, tied: bool = False, seed: int = 0, **overrides) -> PreTrainedModel:
+    """A Qwen3 of 6 layers and 64 hidden units whose attention shape differs from the drafter's."""
+    config = Qwen3Config(
+        **{
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": HIDDEN_SIZE,
+            "intermediate_size": 96,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": tied,
+            "pad_token_id": 259,
+            "eos_token_id": 258,
+            **overrides,
+        }
+    )
+    return _target(Qwen3ForCausalLM, config, seed, 3.0)
+
+
+def llama_target(num_layers: int = 6, tied: bool = True, seed: int = 0, **overrides) -> PreTrainedModel:
+    """A Llama with a tied head (the SmolLM2 family)."""
+    config = LlamaConfig(
+        **{
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": HIDDEN_SIZE,
+            "intermediate_size": 96,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": tied,
+            "pad_token_id": 259,
+            "bos_token_id": 257,
+            "eos_token_id": 258,
+            **overrides,
+        }
+    )
+    return _target(LlamaForCausalLM, config, seed, 3.0)
+
+
+def hybrid_target(num_layers: int = 8, tied: bool = False, seed: int = 0, **overrides) -> PreTrainedModel:
+    """A Qwen3.5 text model: three gated delta-net layers to one attention layer, partial M-RoPE."""
+    config = Qwen3_5TextConfig(
+        **{
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": HIDDEN_SIZE,
+            "intermediate_size": 96,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": tied,
+            "pad_token_id": 259,
+            "eos_token_id": 258,
+            **overrides,
+        }
+    )
+    return _target(Qwen3_5ForCausalLM, config, seed, 3.0)
