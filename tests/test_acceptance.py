@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The acceptance length by real decoding, and what is reported about it."""
+
+import json
+import logging
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from test_generation import PROMPT, drafter_for, greedy, oracle_for, target_and_answer
+from tiny import dense_target, hybrid_target
+from transformers.utils import logging as hf_logging
+
+from dflash_hf import acceptance
+from dflash_hf.acceptance import (
+    AcceptanceReport,
+    PromptAcceptance,
+    bootstrap_difference,
+    decode,
+    measure_acceptance,
+)
+from dflash_hf.generation import SpeculativeOutput, speculative_generate
+
+
+torch.set_num_threads(1)
+
+IDS = torch.tensor([PROMPT])
+
+
+def report_of(*committed, prompts=None, max_new_tokens=100):
+    """A report of prompts whose verifications committed the given numbers."""
+    prompts = prompts or [[i] for i in range(len(committed))]
+    answers = [
+        PromptAcceptance(prompt, list(range(sum(tokens) + 1)), list(tokens), True)
+        for prompt, tokens in zip(prompts, committed, strict=True)
+    ]
+    return AcceptanceReport(answers, block_size=4, max_new_tokens=max_new_tokens)
+
+
+def hooks_of(module):
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+@pytest.fixture
+def hugging_face_log(caplog):
+    """What transformers logs at warning level and above."""
+    hf_logging.warning_once.cache_clear()
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+# --- decode ---
+
+
+@pytest.mark.parametrize("name", ["dense", "tied_llama"])
+@pytest.mark.parametrize("budget", [1, 2, 20, 23, 50])
+def test_e4_both_ways_of_decoding_commit_alike(name, budget):
+    target, answer = target_and_answer(name)
+    # Right for 0 to 3 slots, by a pattern over the anchor's position.
+    oracle = oracle_for(target, answer, lambda n: [n * n % 7 > 1, n % 3 > 0, True])
+    native = decode(target, oracle, IDS, budget)
+    ours = speculative_generate(target, oracle, IDS, budget)
+    assert native.sequences[0].tolist() == ours.sequences[0].tolist() == answer[: len(PROMPT) + budget]
+    assert native.committed == ours.committed
+    if budget == 50:
+        assert set(native.committed[:-1]) == {1, 2, 4}
+
+
+@pytest.mark.parametrize("eos_index", [0, 1, 6, 7])
+def test_e4_both_ways_of_decoding_stop_alike(eos_index):
+    target = dense_target(seed=3)
+    answer = greedy(target, PROMPT, 30)
+    eos = [271, answer[len(PROMPT) + eos_index]]
+    oracle = oracle_for(target, answer, [True, True, False])
+    native = decode(target, oracle, IDS, 30, eos_token_id=eos)
+    ours = speculative_generate(target, oracle, IDS, 30, eos_token_id=eos)
+    assert torch.equal(native.sequences, ours.sequences)
+    assert native.sequences.shape[1] <= len(PROMPT) + eos_index + 1
+    assert native.committed == ours.committed
+
+
+def test_e6_cached_and_uncached_decoding_draft_the_same_hidden_states():
+    target, answer = target_and_answer("dense")
+    # Half of the slots follow the answer, so that the cache is cropped by different numbers.
+    oracle = oracle_for(target, answer, lambda n: [n % 2 > 0, n % 3 > 0, True])
+    rounds = []
+    oracle.norm.register_forward_hook(lambda module, args, output: rounds.append(output))
+    native = decode(target, oracle, IDS, 30)
+    cached, rounds[:] = list(rounds), []
+    ours = speculative_generate(target, oracle, IDS, 30)
+    # generate drafts nothing where one token is left of the budget.
+    assert len(rounds) - len(cached) in (0, 1)
+    assert len(set(native.committed)) > 1 and native.committed == ours.committed
+    for one, other in zip(cached, rounds, strict=False):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_e7_a_hybrid_target_is_decoded_although_generate_refuses_it():
+    target, answer = target_and_answer("hybrid")
+    oracle = oracle_for(target, answer, [True, False, True])
+    with pytest.raises(ValueError, match="stateful"):
+        target.generate(IDS, assistant_model=oracle, speculation_type="dflash", max_new_tokens=12)
+    output = decode(target, oracle, IDS, 12)
+    assert output.sequences[0].tolist() == answer[: len(PROMPT) + 12]
+    assert output.committed == [2, 2, 2, 2, 2, 1]
+
+
+def test_nothing_of_the_generation_config_bends_greedy_decoding(hugging_face_log):
+    _, answer = target_and_answer("dense")
+    expected = answer[: len(PROMPT) + 20]
+    target = dense_target()
+    config = target.generation_config
+    config.update(
+        do_sample=True,
+        temperature=0.6,
+        top_k=20,
+        top_p=0.95,
+        repetition_penalty=1.5,
+        no_repeat_ngram_size=2,
+        suppress_tokens=[expected[-1]],
+        begin_suppress_tokens=[expected[len(PROMPT)]],
+        bad_words_ids=[[expected[len(PROMPT) + 1]]],
+        forced_eos_token_id=7,
+        num_beams=3,
+        max_length=9,
+        min_new_tokens=15,
+        cache_implementation="static",
+        use_cache=False,
+    )
+    before = config.to_dict()
+    hugging_face_log.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = measure_acceptance(target, oracle_for(target, answer, [True] * 3), [PROMPT], 20, progress=False)
+    assert report.prompts[0].output_ids == expected[len(PROMPT) :]
+    assert report.lossless is True
+    assert report.prompts[0].committed == [4, 4, 4, 4, 3]
+    assert target.generation_config is config and config.to_dict() == before
+    assert not hugging_face_log.records
+
+
+@pytest.mark.parametrize("pad", [None, 259])
+def test_decoding_prints_no_warning(hugging_face_log, pad):
+    target = dense_target()
+    target.generation_config.eos_token_id, target.generation_config.pad_token_id = [271, 270], pad
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decode(target, drafter_for(target), IDS, 6)
+    assert not hugging_face_log.records
+
+
+def test_the_end_of_sequence_tokens_of_the_generation_config_hold_unless_given():
+    target, answer = dense_target(), target_and_answer("dense")[1]
+    target.generation_config.eos_token_id = answer[len(PROMPT)]
+    drafter = drafter_for(target)
+    assert decode(target, drafter, IDS, 5).committed == []
+    assert decode(target, drafter, IDS, 5, eos_token_id=[]).sequences.shape[1] == len(PROMPT) + 5
+    report = measure_acceptance(target, drafter, [PROMPT], 5, progress=False)
+    assert (report.prompts[0].output_ids, report.lossless) == ([answer[len(PROMPT)]], True)
+    assert math.isnan(report.acceptance_length)
+    assert report.to_dict()["acceptance_length"] is None
+
+
+@pytest.mark.parametrize("make", [dense_target, hybrid_target])
+def test_everything_put_on_the_models_is_taken_off_after_an_error(make):
+    target = make()
+    drafter = drafter_for(target)
+    target.train(), drafter.train()
+    config = target.generation_config
+    failing = drafter.layers[1].register_forward_pre_hook(lambda module, args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        decode(target, drafter, IDS, 6)
+    failing.remove()
+    assert target.generation_config is config
+    assert not hooks_of(target) and not hooks_of(drafter)
+    assert target.training and drafter.training
+    decode(target, drafter, IDS, 6)
+    assert not hooks_of(target) and not hooks_of(drafter)
+
+
+def test_a_drafter_of_another_type_than_the_target():
+    target, drafter = dense_target().to(torch.bfloat16), drafter_for(dense_target())
+    output = decode(target, drafter, IDS, 12)
+    assert output.sequences[0].tolist() == greedy(target, PROMPT, 12)
+    assert drafter.dtype == torch.float32
+    drafter.to(torch.bfloat16)
+    assert decode(target.float(), drafter, IDS, 12).sequences.shape[1] == len(PROMPT) + 12
+
+
+# --- measure_acceptance ---
+
+
+@pytest.mark.parametrize("name", ["dense", "hybrid"])
+def test_e4_an_oracle_reaches_the_block_size_and_a_random_drafter_one(name):
+    target, answer = target_and_answer(name)
+    oracle = oracle_for(target, answer, [True] * 3)
+    assert measure_acceptance(target, oracle, [PROMPT], 21, progress=False).acceptance_length == 4.0
+    report = measure_acceptance(
+        target, drafter_for(target), [PROMPT, torch.tensor([3]), torch.tensor([[8, 9]])], 12, progress=False
+    )
+    assert 1.0 <= report.acceptance_length < 1.3
+    assert [prompt.prompt_ids for prompt in report.prompts] == [PROMPT, [3], [8, 9]]
+    assert report.lossless is True
+
+
+def test_a_report_holds_outputs_and_counts_and_is_json():
+    target, answer = target_and_answer("dense")
+    oracle = oracle_for(target, answer, [True, False, True])
+    report = measure_acceptance(target, oracle, [PROMPT], 10, check_lossless=False, progress=False)
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data == {
+        "acceptance_length": 9 / 5,
+        "acceptance_length_without_last_block": 2.0,
+        "committed_tokens": 9,
+        "forwards": 5,
+        "lossless": None,
+        "block_size": 4,
+        "max_new_tokens": 10,
+        "prompts": [
+            {
+                "prompt_ids": PROMPT,
+                "output_ids": answer[len(PROMPT) : len(PROMPT) + 10],
+                "committed": [2, 2, 2, 2, 1],
+                "lossless": None,
+                "first_difference": None,
+                "top2_gap": None,
+                "forwards": 5,
+            }
+        ],
+    }
+
+
+@pytest.mark.parametrize("tamper", [{4: 7}, {9: 7, 6: 7}, {0: 7}, "shorter"])
+def test_a_difference_is_found_with_the_gap_of_the_targets_logits_there(monkeypatch, tamper):
+    target, answer = target_and_answer("dense")
+    output = torch.tensor([answer[: len(PROMPT) + 10]])
+    if tamper == "shorter":
+        output, first = output[:, :-2], 8
+    else:
+        first = min(tamper)
+        for index, token in tamper.items():
+            output[0, len(PROMPT) + index] = token
+    monkeypatch.setattr(acceptance, "decode", lambda *args: SpeculativeOutput(output, [4, 5]))
+    report = measure_acceptance(target, drafter_for(target), [PROMPT], 10, progress=False)
+    (prompt,) = report.prompts
+    assert (report.lossless, prompt.lossless, prompt.first_difference) == (False, False, first)
+    with torch.no_grad():
+        logits = target(torch.tensor([answer[: len(PROMPT) + first]])).logits[0, -1].sort(descending=True).values
+    assert prompt.top2_gap == pytest.approx((logits[0] - logits[1]).item(), abs=1e-3)
+    json.dumps(report.to_dict())
+
+
+def test_the_bar_shows_tokens_per_second(capsys):
+    target, _ = target_and_answer("dense")
+    measure_acceptance(target, drafter_for(target), [PROMPT], 3, check_lossless=False, progress=False)
+    assert capsys.readouterr() == ("", "")
+    measure_acceptance(target, drafter_for(target), [PROMPT], 3, check_lossless=False)
+    assert "tokens/s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("prompts", "budget", "message"),
+    [
+        ([], 5, "There is no prompt"),
+        ([PROMPT, []], 5, r"Prompt 1 has the shape \[0\]"),
+        ([torch.zeros(2, 4)], 5, r"Prompt 0 has the shape \[2, 4\]"),
+        ([[3, 272]], 5, "Prompt 0 holds the ids 3 to 272.*272 rows.*another tokenizer"),
+        ([[-1]], 5, "Prompt 0 holds the ids -1"),
+        ([PROMPT], 1, "max_new_tokens is 1; expected at least 2"),
+    ],
+)
+def test_bad_prompts_and_budgets_are_refused_before_decoding(monkeypatch, prompts, budget, message):
+    target, _ = target_and_answer("dense")
+    monkeypatch.setattr(acceptance, "decode", lambda *args: pytest.fail("decoded"))
+    with pytest.raises(ValueError, match=message):
+        measure_acceptance(target, drafter_for(target), prompts, budget, progress=False)
+
+
+@pytest.mark.parametrize("name", ["dense", "hybrid"])
+def test_a_drafter_of_another_target_is_refused(name):
+    target, _ = target_and_answer(name)
+    drafter = drafter_for(target, num_target_layers=30)
+    for call in (lambda: decode(target, drafter, IDS, 5), lambda: measure_acceptance(target, drafter, [PROMPT], 5)):
+        with pytest.raises(ValueError, match="num_target_layers is 30, the target's is"):
+            call()
+
+
+# --- statistics ---
+
+
+def test_e4_the_acceptance_length_is_pooled_over_unequal_prompts():
+    report = report_of([4, 4, 4, 4, 4, 4], [1, 1], [])
+    assert report.acceptance_length == 26 / 8
+    assert report.acceptance_length_without_last_block == 21 / 6
+    assert report.lossless is True
+    unchecked = PromptAcceptance([1], [2, 3], [1])
+    assert AcceptanceReport([*report.prompts, unchecked], 4, 9).lossless is None
+    assert math.isnan(report_of([], [3]).acceptance_length_without_last_block)
+
+
+def test_the_bootstrap_draws_prompts_and_repeats_itself():
+    report = report_of([4] * 10, [1] * 10, [2] * 3, [3, 1], [])
+    low, high = report.bootstrap_interval()
+    assert 1.0 <= low < report.acceptance_length < high <= 4.0
+    assert report.bootstrap_interval() == (low, high)
+    assert report.bootstrap_interval(seed=1) != (low, high)
+    inner = report.bootstrap_interval(confidence=0.5)
+    assert low < inner[0] < inner[1] < high
+    # All prompts alike, or one prompt: no spread, however unequal the blocks within it are.
+    assert report_of([1, 3], [1, 3], [3, 1]).bootstrap_interval() == (2.0, 2.0)
+    assert report_of([1, 4, 4]).bootstrap_interval() == (3.0, 3.0)
+    assert all(math.isnan(x) for x in report_of([], []).bootstrap_interval())
+
+
+def test_the_bootstrap_interval_covers_the_truth_about_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    hits = 0
+    for _ in range(200):
+        # Prompts of unequal length and ease; blocks of an easy one commit more. The pooled truth is E[sum] / E[count].
+        counts, eases = rng.integers(1, 12, 60), rng.uniform(0.1, 0.9, 60)
+        report = report_of(*[(1 + rng.binomial(3, p, n)).tolist() for n, p in zip(counts, eases, strict=True)])
+        low, high = report.bootstrap_interval(confidence=0.9, resamples=300)
+        hits += low <= 2.5 <= high
+    assert 0.82 <= hits / 200 <= 0.97
+
+
+def test_the_difference_pairs_the_prompts():
+    before, after = report_of([1, 1], [3, 3], [2, 2]), report_of([2, 2], [4, 4], [3, 3])
+    # Unpaired draws would spread from -1 to 3.
+    low, high = bootstrap_difference(before, after)
+    assert (low, high) == pytest.approx((1.0, 1.0))
+    assert bootstrap_difference(after, before) == pytest.approx((-1.0, -1.0))
+    low, high = bootstrap_difference(before, report_of([1, 2], [3, 3], [2, 1]))
+    assert low < 0 < high
+    assert bootstrap_difference(before, after, seed=3, resamples=10, confidence=0.5) == pytest.approx((1.0, 1.0))
+
+
+def test_reports_that_cannot_be_compared_are_refused():
+    report = report_of([1], [2])
+    with pytest.raises(ValueError, match="different prompts"):
+        bootstrap_difference(report, report_of([1], [2], prompts=[[0], [9]]))
+    with pytest.raises(ValueError, match=r"different prompts \(2 and 1"):
+        bootstrap_difference(report, report_of([1]))
+    with pytest.raises(ValueError, match="budgets of 100 and 50"):
+        bootstrap_difference(report, report_of([1], [2], max_new_tokens=50))
+    for wrong in ({"confidence": 95}, {"confidence": 0}, {"resamples": 0}):
+        with pytest.raises(ValueError, match="expected a share between 0 and 1"):
+            report.bootstrap_interval(**wrong)

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculative decoding without a cache: the target's own tokens, whatever the drafter says."""
+
+import functools
+
+import pytest
+import torch
+from naive import random_drafter
+from tiny import HIDDEN_SIZE, MASK_TOKEN_ID, VOCAB_SIZE, dense_target, hybrid_target, llama_target
+
+from dflash_hf import DFlashDraftModel
+from dflash_hf.generation import speculative_generate
+
+
+torch.set_num_threads(1)
+
+TARGETS = {"dense": dense_target, "tied_llama": llama_target, "hybrid": hybrid_target}
+PROMPT = [5, 80, 3, 201, 17, 42, 9]
+
+
+class OracleDrafter(DFlashDraftModel):
+    """A drafter that is told the answer, and which of its slots shall be right.
+
+    Its last hidden states are rows of the target's head, so that its tokens go through all of the decoding code.
+    """
+
+    def tell(self, target, sequence, right_slots):
+        """Draft `sequence[position]` where `right_slots(anchor)[k - 1]` holds for slot k, and another token else."""
+        self.told = target.get_output_embeddings().weight, sequence, right_slots
+        return self
+
+    def forward(self, noise_embeds, context_hidden_states, attention_mask=None, position_ids=None, cache=None):
+        output = super().forward(noise_embeds, context_hidden_states, attention_mask, position_ids, cache)
+        head, sequence, right_slots = self.told
+        anchor = context_hidden_states.shape[1] if position_ids is None else position_ids[0, -noise_embeds.shape[1]]
+        anchor = int(anchor)
+        tokens = []
+        for slot, right in enumerate(right_slots(anchor), start=1):
+            token = sequence[anchor + slot] if anchor + slot < len(sequence) else 0
+            tokens.append(token if right else (token + 1) % 256)
+        output.last_hidden_state = torch.cat([output.last_hidden_state[:, :1], head[tokens][None]], dim=1)
+        return output
+
+
+def drafter_for(target, **fields):
+    """A random drafter of one causal sliding and one full layer."""
+    fields = {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "window": 9,
+        "hidden_size": HIDDEN_SIZE,
+        "vocab_size": VOCAB_SIZE,
+        "mask_token_id": MASK_TOKEN_ID,
+        "num_target_layers": target.config.num_hidden_layers,
+        **fields,
+    }
+    return random_drafter(fields.pop("layer_types"), **fields)
+
+
+def oracle_for(target, sequence, right_slots, **fields):
+    """An oracle; `right_slots` is a list of booleans for slots 1 to b - 1, or a function of the anchor's position."""
+    rights = right_slots if callable(right_slots) else lambda anchor: right_slots
+    fields.setdefault("block_size", len(rights(0)) + 1)
+    config = drafter_for(target, **fields).config
+    return OracleDrafter(config).eval().tell(target, sequence, rights)
+
+
+def greedy(target, prompt, max_new_tokens, **kwargs):
+    ids = torch.tensor([prompt])
+    output = target.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens, **kwargs
+    )
+    return output[0].tolist()
+
+
+@functools.cache
+def target_and_answer(name):
+    """A target that no test changes, and the prompt with 50 tokens of its greedy answer."""
+    target = TARGETS[name]()
+    return target, greedy(target, PROMPT, 50)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize(("prompt", "block_size", "budget"), [(PROMPT, 4, 50), ([7], 9, 20)])
+def test_e1_random_drafters_change_no_token(name, prompt, block_size, budget):
+    target, _ = target_and_answer(name)
+    drafter = drafter_for(target, block_size=block_size)
+    output = speculative_generate(target, drafter, torch.tensor([prompt]), budget)
+    assert output.sequences[0].tolist() == greedy(target, prompt, budget)
+    # The prefill's token is nobody's, all others are some verification's.
+    assert sum(output.committed) == budget - 1
+    assert all(1 <= n <= block_size for n in output.committed)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("accepted", [1, 2, 3, 4])
+def test_e1_every_acceptance_length_is_lossless_and_counted(name, accepted):
+    target, answer = target_and_answer(name)
+    expected = answer[: len(PROMPT) + 30]
+    # Slots that are right again after a wrong one count for nothing.
+    right = [slot != accepted for slot in range(1, 4)]
+    output = speculative_generate(target, oracle_for(target, expected, right), torch.tensor([PROMPT]), 30)
+    assert output.sequences[0].tolist() == expected
+    assert set(output.committed[:-1]) == {accepted}
+    assert sum(output.committed) == 29
+
+
+def test_e4_two_right_one_wrong_one_right_is_three():
+    target, answer = target_and_answer("dense")
+    oracle = oracle_for(target, answer, [True, True, False, True])
+    assert speculative_generate(target, oracle, torch.tensor([PROMPT]), 31).committed == [3] * 10
+
+
+def test_l1_an_oracle_commits_whole_blocks():
+    target, answer = target_and_answer("hybrid")
+    oracle = oracle_for(target, answer, [True] * 7)
+    assert speculative_generate(target, oracle, torch.tensor([PROMPT]), 33).committed == [8] * 4
+
+
+@pytest.mark.parametrize(
+    ("budget", "committed"), [(1, []), (2, [1]), (8, [7]), (9, [8]), (10, [8, 1]), (14, [8, 5]), (17, [8, 8])]
+)
+def test_e4_a_block_is_cut_at_the_budget(budget, committed):
+    target, expected = target_and_answer("dense")
+    output = speculative_generate(target, oracle_for(target, expected, [True] * 7), torch.tensor([PROMPT]), budget)
+    assert output.sequences[0].tolist() == expected[: len(PROMPT) + budget]
+    assert output.committed == committed
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("right", [[True] * 5, [True, False, True, True, True]])
+def test_e4_an_eos_token_ends_the_answer_inside_a_block(name, right):
+    target, answer = target_and_answer(name)
+    answer = answer[len(PROMPT) :]
+    # The first token that comes up new in the middle of the answer.
+    end = next(i for i in range(5, 30) if answer[i] not in answer[:i])
+    oracle = oracle_for(target, PROMPT + answer, right)
+    for eos in (answer[end], [answer[end]], [answer[end], 271], [271, answer[end]]):
+        output = speculative_generate(target, oracle, torch.tensor([PROMPT]), 30, eos_token_id=eos)
+        assert output.sequences[0].tolist() == PROMPT + answer[: end + 1]
+        assert sum(output.committed) == end
+    assert greedy(target, PROMPT, 30, eos_token_id=[271, answer[end]]) == PROMPT + answer[: end + 1]
+
+
+def test_an_answer_that_is_an_eos_token_has_no_verification():
+    target = dense_target()
+    first = greedy(target, PROMPT, 1)[-1]
+    output = speculative_generate(target, drafter_for(target), torch.tensor([PROMPT]), 30, eos_token_id=first)
+    assert output.sequences[0].tolist() == [*PROMPT, first]
+    assert output.committed == []
+
+
+def test_eos_tokens_come_from_the_generation_config_unless_given():
+    target = dense_target()
+    first = greedy(target, PROMPT, 1)[-1]
+    target.generation_config.eos_token_id = [271, first]
+    drafter, ids = drafter_for(target), torch.tensor([PROMPT])
+    assert speculative_generate(target, drafter, ids, 5).sequences.shape[1] == len(PROMPT) + 1
+    assert speculative_generate(target, drafter, ids, 5, eos_token_id=271).sequences.shape[1] == len(PROMPT) + 5
+    assert speculative_generate(target, drafter, ids, 5, eos_token_id=[]).sequences.shape[1] == len(PROMPT) + 5
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_mask_token_is_a_token_like_any_other(name):
+    target, expected = target_and_answer(name)
+    oracle = oracle_for(target, expected, [True] * 3, mask_token_id=expected[len(PROMPT) + 2])
+    output = speculative_generate(target, oracle, torch.tensor([PROMPT]), 21)
+    assert output.sequences[0].tolist() == expected[: len(PROMPT) + 21]
+    assert output.committed == [4] * 5
+    prompt = [expected[len(PROMPT) + 2]] * 3
+    assert speculative_generate(target, drafter_for(target), torch.tensor([prompt]), 9).sequences[0].tolist() == (
+        greedy(target, prompt, 9)
+    )
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_md1_the_drafter_reads_layer_outputs_before_the_anchor_and_raw_embeddings(name):
+    target, prompt = TARGETS[name](), [7]
+    # Taps as a server's hooks would read them, on a table that the target scales on its way in.
+    target.get_input_embeddings().register_forward_hook(lambda module, args, output: output * 1.5)
+    taps = [0, 2, target.config.num_hidden_layers - 2]
+    oracle = oracle_for(target, greedy(target, prompt, 20), lambda n: [n % 3 > 0, n % 2 > 0], target_layer_ids=taps)
+    rounds = []
+    oracle.register_forward_pre_hook(lambda module, args: rounds.append(args))
+    output = speculative_generate(target, oracle, torch.tensor([prompt]), 20)
+
+    outputs = {}
+    for i in taps:
+        target.get_decoder().layers[i].register_forward_hook(
+            lambda module, args, output, i=i: outputs.__setitem__(i, output)
+        )
+    known = len(prompt) + 1
+    assert len(rounds) == len(output.committed)
+    assert len(set(output.committed)) > 1
+    for (noise_embeds, context), committed in zip(rounds, output.committed, strict=True):
+        with torch.no_grad():
+            target(output.sequences[:, : known - 1], use_cache=False)
+        expected = torch.cat([outputs[i] for i in taps], dim=-1)
+        assert context.shape == expected.shape
+        torch.testing.assert_close(context, expected, rtol=1e-4, atol=1e-4)
+        block = [output.sequences[0, known - 1].item(), MASK_TOKEN_ID, MASK_TOKEN_ID]
+        assert torch.equal(noise_embeds, target.get_input_embeddings().weight[block][None])
+        known += committed
+
+
+def test_a_drafter_of_another_type_than_the_target():
+    target = dense_target()
+    expected = greedy(target, PROMPT, 12)
+    for drafter_type, target_type in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+        output = speculative_generate(
+            target.to(target_type), drafter_for(target).to(drafter_type), torch.tensor([PROMPT]), 12
+        )
+        if target_type == torch.float32:
+            assert output.sequences[0].tolist() == expected
+        assert output.sequences.shape[1] == len(PROMPT) + 12
+
+
+def test_models_in_training_mode_decode_in_eval_mode_and_get_it_back():
+    target = dense_target(attention_dropout=0.5)
+    drafter = drafter_for(target, attention_dropout=0.5)
+    expected = greedy(target, PROMPT, 12)
+    target.train(), drafter.train()
+    drafter.activation_checkpointing_enable()
+    output = speculative_generate(target, drafter, torch.tensor([PROMPT]), 12)
+    assert output.sequences[0].tolist() == expected
+    assert target.training and drafter.training and drafter.layers[0].training
+    target.eval()
+    speculative_generate(target, drafter, torch.tensor([PROMPT]), 2)
+    assert drafter.training and not target.training
+
+
+@pytest.mark.parametrize(
+    ("input_ids", "budget", "message"),
+    [
+        (torch.zeros(1, 0, dtype=torch.long), 5, r"shape \[1, 0\].*n >= 1"),
+        (torch.zeros(2, 3, dtype=torch.long), 5, r"shape \[2, 3\].*one by one"),
+        (torch.zeros(3, dtype=torch.long), 5, r"shape \[3\]"),
+        (torch.zeros(1, 3, dtype=torch.long), 0, "max_new_tokens is 0"),
+    ],
+)
+def test_bad_requests_are_refused(input_ids, budget, message):
+    target = dense_target(num_layers=5)
+    drafter = drafter_for(target)
+    with pytest.raises(ValueError, match=message):
+        speculative_generate(target, drafter, input_ids, budget)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_size": 32}, "hidden_size is 32, the target's is 64"),
+        ({"vocab_size": 280}, "vocab_size is 280, the target's is 272"),
+        ({"num_target_layers": 7}, "num_target_layers is 7, the target's is 6"),
+    ],
+)
+def test_a_drafter_of_another_target_is_refused(fields, message):
+    target = dense_target()
+    with pytest.raises(ValueError, match=message):
+        speculative_generate(target, drafter_for(target, **fields), torch.tensor([PROMPT]), 5)
+
+
+def test_a_target_without_head_or_cut_for_training_is_refused():
+    target = dense_target()
+    drafter = drafter_for(target)
+    with pytest.raises(ValueError, match="Qwen3Model has no output head"):
+        speculative_generate(target.model, drafter, torch.tensor([PROMPT]), 5)
+    del target.model.layers[5:]
+    with pytest.raises(ValueError, match="5 of its 6 layers"):
+        speculative_generate(target, drafter, torch.tensor([PROMPT]), 5)
