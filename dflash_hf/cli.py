@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recipe's options: a YAML file gives the defaults, the command line overrides them, unknown names are errors.
+
+    python recipes/train_qwen36.py --config recipes/qwen3.6-27b/config.yaml --learning_rate 6e-4 --bf16 false
+
+transformers' `HfArgumentParser` makes the options from dataclasses. What this file adds to it:
+
+- YAML is read by the rules of YAML 1.2, so `6e-4` is a number and `eval_strategy: no` is the word "no" (PyYAML follows
+  1.1, where the first is a string and the second is false). A switch takes true/false and yes/no.
+- YAML values are checked against the type of their field, as the command line's are.
+- A field that takes a dict is a mapping in YAML and JSON on the command line (`--lr_scheduler_kwargs
+  '{"min_lr_rate": 0.1}'`). The command line replaces lists and dicts whole; it does not merge them.
+- `--field null` sets a field that may be None to None.
+- Options must be written in full: an abbreviation is an unknown option.
+
+Paths, in the file too, are relative to the working directory and not to the file.
+"""
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import json
+import re
+import sys
+import types
+from argparse import Action, ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from transformers import HfArgumentParser
+from transformers.hf_argparser import string_to_bool
+
+
+_NOT_GIVEN = object()
+
+
+def parse_config(
+    dataclass_types: type | Sequence[type],
+    argv: Sequence[str] | None = None,
+    default_config: str | Path | None = None,
+    description: str | None = None,
+) -> tuple[Any, ...]:
+    """Read `--config FILE.yaml --field value ...` into instances of the dataclasses, each made once.
+
+    Args:
+        dataclass_types: The dataclasses whose fields are the options, e.g. `(DataArguments, TrainingArguments)`; no
+            two may share a field name.
+        argv: The words of the command line. None reads those of the process; then an error is printed on stderr and
+            ends the process with exit status 2.
+        default_config: The YAML file to read where `--config` is not given.
+        description: The text above the options in `--help`.
+
+    Returns:
+        One instance per dataclass, in their order.
+
+    Raises:
+        ValueError: With `argv` given: an unknown name, a wrong type, a required field left out, a file that is not a
+            YAML mapping, a key given twice in it, or whatever a dataclass itself refuses.
+        OSError: With `argv` given: the config file cannot be read (`FileNotFoundError` if there is none).
+    """
+    classes = (dataclass_types,) if isinstance(dataclass_types, type) else tuple(dataclass_types)
+    parser = ConfigArgumentParser(classes, default_config=default_config, description=description)
+    if argv is not None:
+        return parser.parse_config(argv)
+    try:
+        return parser.parse_config(sys.argv[1:])
+    except (ValueError, OSError) as error:
+        print(f"{parser.prog}: error: {error}\n(`{parser.prog} --help` lists all options.)", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+class ConfigArgumentParser(HfArgumentParser):
+    """`HfArgumentParser` with a `--config` file of defaults, no abbreviations, and ValueError for every error."""
+
+    def __init__(
+        self,
+        dataclass_types: Iterable[Any],
+        default_config: str | Path | None = None,
+        description: str | None = None,
+    ):
+        super().__init__(
+            dataclass_types,
+            description=description,
+            usage="%(prog)s [--config FILE.yaml] [--field value ...]",
+            allow_abbrev=False,
+            add_help=False,
+        )
+        classes = self.dataclass_types
+        self.fields = {field.name: field for cls in classes for field in dataclasses.fields(cls) if field.init}
+        self.hints = {name: hint for cls in classes for name, hint in get_type_hints(cls).items()}
+        for action in self._actions:
+            self._complete_action(action)
+        # Help is an ordinary switch, so that it can show the config file's values as the defaults.
+        self.add_argument("-h", "--help", action="store_true", default=False, help="Show this text and stop.")
+        self.add_argument("--config", default=default_config, help="YAML file with values for the fields.")
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+    def parse_config(self, argv: Sequence[str]) -> tuple[Any, ...]:
+        """Merge the file's values and `argv`'s and make one instance per dataclass."""
+        # A destination that is already set keeps argparse from filling in defaults: those are the dataclasses' own.
+        unset = Namespace(**dict.fromkeys(self.fields, _NOT_GIVEN))
+        namespace, unused = self.parse_known_args(list(argv), unset)
+        values = {} if namespace.config is None else read_config(namespace.config, self.fields, self.hints)
+        if namespace.help:
+            self.set_defaults(**values)
+            self.print_help()
+            raise SystemExit(0)
+        self._refuse_unused(unused)
+        given = {name: value for name, value in vars(namespace).items() if name in self.fields}
+        values |= {name: self._finished(name, value) for name, value in given.items() if value is not _NOT_GIVEN}
+        self._refuse_missing(values)
+        return tuple(
+            cls(**{field.name: values[field.name] for field in dataclasses.fields(cls) if field.name in values})
+            for cls in self.dataclass_types
+        )
+
+    def _complete_action(self, action: Action) -> None:
+        """Teach one option what `HfArgumentParser` leaves out: JSON for dicts, `null` for None."""
+        members = _union_members(self.hints[action.dest])
+        if any((get_origin(member) or member) is dict for member in members):
+            action.type = functools.partial(_mapping_from_text, or_text=str in members)
+        if types.NoneType in members and callable(action.type):
+            action.type = _or_null(action.type)
+            action.choices = None if action.choices is None else [*action.choices, None]
+        # What is missing shows only once the file has been read.
+        action.required = False
+
+    def _finished(self, name: str, value: Any) -> Any:
+        """Make None of the list that `--field null` gives for a list field, and an enum's member of its value."""
+        if value is None or value == [None]:
+            return None
+        enum = next(filter(_is_enum, _union_members(self.hints[name])), None)
+        return value if enum is None else enum(value)
+
+    def _refuse_unused(self, unused: list[str]) -> None:
+        options = [word.partition("=")[0] for word in unused if re.match(r"--?[A-Za-z_]", word)]
+        known = [option for option in self._option_string_actions if option.startswith("--")]
+        if options:
+            self.error("\n".join(f"unknown option {option}{_suggestion(option, known)}" for option in options))
+        if unused:
+            self.error(f"{' '.join(map(repr, unused))} on the command line belongs to no option.")
+
+    def _refuse_missing(self, values: dict[str, Any]) -> None:
+        unset = dataclasses.MISSING
+        required = [f.name for f in self.fields.values() if f.default is unset and f.default_factory is unset]
+        missing = [name for name in required if name not in values]
+        if missing:
+            options = " ".join(f"--{name} ..." for name in missing)
+            self.error(f"no value for {', '.join(missing)}: expected in the config file or as {options}")
+
+
+def read_config(path: str | Path, fields: dict[str, dataclasses.Field], hints: dict[str, Any]) -> dict[str, Any]:
+    """Read a YAML mapping of field names to values and check each against its field.
+
+    Args:
+        path: The YAML file; an empty one gives no values.
+        fields: The known fields by name.
+        hints: The resolved type of each field.
+
+    Raises:
+        ValueError: Naming the file, and line and key of every value that is wrong.
+        FileNotFoundError: There is no such file.
+    """
+    values, lines = load_yaml_mapping(path)
+    problems = []
+    for name, value in values.items():
+        where = f"{path}, line {lines[name]}:"
+        if name not in fields:
+            problems.append(f"{where} unknown field {name!r}{_suggestion(str(name), fields)}")
+            continue
+        try:
+            values[name] = _converted(value, hints[name], fields[name].metadata.get("choices"))
+        except ValueError as error:
+            problems.append(f"{where} {name} is {value!r} ({type(value).__name__}), expected {error}")
+    if problems:
+        raise ValueError("\n".join(problems))
+    return values
+
+
+def load_yaml_mapping(path: str | Path) -> tuple[dict[Any, Any], dict[Any, int]]:
+    """Read a file that holds one YAML mapping; return it and the line of each of its keys."""
+    try:
+        # In binary, so that PyYAML finds the encoding and reports bytes that are none.
+        with open(path, "rb") as file:
+            loader = _Yaml12Loader(file)
+            node = loader.get_single_node()
+            values = None if node is None else loader.construct_document(node)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"no config file {path} (working directory: {Path.cwd()}): give an existing one with --config"
+        ) from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{path} is no usable config file: {error}") from error
+    if values is None:
+        return {}, {}
+    if not isinstance(node, yaml.MappingNode):
+        raise ValueError(f"{path} holds a YAML {node.id}, expected a mapping: one `field: value` per line")
+    return values, {loader.construct_object(key): key.start_mark.line + 1 for key, _ in node.value}
+
+
+class _Yaml12Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with the plain scalars of YAML 1.2, and an error for a key given twice."""
+
+    # Emptied, since a subclass otherwise starts from YAML 1.1's patterns.
+    yaml_implicit_resolvers: dict[str, list] = {}  # noqa: RUF012
+
+    def compose_mapping_node(self, anchor):
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in lines:
+                raise yaml.composer.ComposerError(
+                    None, None, f"{key.value!r} is given twice, first on line {lines[key.value]}", key.start_mark
+                )
+            lines[key.value] = key.start_mark.line + 1
+        return node
+
+
+_FLOAT = r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.inf|\.nan"
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(?:0|[1-9][0-9_]*)", list("-+0123456789")),
+    ("float", _FLOAT, list("-+.0123456789")),
+    ("merge", r"<<", ["<"]),
+):
+    _Yaml12Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
+
+
+def _converted(value: Any, hint: Any, choices: Iterable[Any] | None = None) -> Any:
+    """Return a YAML value as its field takes it; the message of its ValueError is what the field expects."""
+    members = _union_members(hint)
+    if any(_is_enum(member) for member in members):
+        # `SomeEnum | str` takes the values of the enum, here as on the command line.
+        members = [member for member in members if member is not str]
+    if choices is not None and value is not None and value not in choices:
+        raise ValueError(f"one of {', '.join(map(str, choices))}")
+    for member in members:
+        try:
+            return _converted_to_one(value, member)
+        except (TypeError, ValueError, ArgumentTypeError, StopIteration):
+            continue
+    quotes = " (put it in quotes)" if str in members and isinstance(value, int | float) else ""
+    raise ValueError(" or ".join(map(_type_text, members)) + quotes)
+
+
+def _converted_to_one(value: Any, hint: Any) -> Any:
+    """Return a YAML value as one type that is no union takes it; ValueError or TypeError if it does not."""
+    kind, arguments = get_origin(hint) or hint, get_args(hint) or (Any, Any)
+    if kind is Any:
+        return value
+    if kind is Literal:
+        return next(_same(value, type(choice)) for choice in arguments if choice == value)
+    if _is_enum(kind):
+        return kind(value)
+    if kind is bool:
+        return string_to_bool(_same(value, bool | str))
+    if kind is float:
+        return float(_same(value, int | float))
+    if kind is list:
+        return [_converted(item, arguments[0]) for item in _same(value, list)]
+    if kind is dict:
+        return {key: _converted(item, arguments[1]) for key, item in _same(value, dict).items()}
+    if kind in (int, str, types.NoneType):
+        return _same(value, kind)
+    return kind(_same(value, str))
+
+
+def _same(value: Any, kind: Any) -> Any:
+    """Return `value` if it is a `kind`; a bool is no number."""
+    if not isinstance(value, kind) or (isinstance(value, bool) and bool not in _union_members(kind)):
+        raise TypeError
+    return value
+
+
+def _is_enum(hint: Any) -> bool:
+    return inspect.isclass(hint) and issubclass(hint, Enum)
+
+
+def _union_members(hint: Any) -> list[Any]:
+    return list(get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else [hint]
+
+
+def _type_text(hint: Any) -> str:
+    if hint is types.NoneType:
+        return "null"
+    if get_origin(hint) is Literal or _is_enum(hint):
+        choices = [member.value for member in hint] if _is_enum(hint) else get_args(hint)
+        return f"one of {', '.join(map(str, choices))}"
+    return hint.__name__ if inspect.isclass(hint) and not get_args(hint) else str(hint).replace("typing.", "")
+
+
+def _mapping_from_text(text: str, or_text: bool) -> dict[str, Any] | str:
+    """Read the JSON of a dict option; where text is allowed too, one that does not start like an object is kept."""
+    if or_text and not text.lstrip().startswith("{"):
+        return text
+    try:
+        mapping = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ArgumentTypeError(f"expected a JSON object, got {text!r}: {error}") from None
+    if not isinstance(mapping, dict):
+        raise ArgumentTypeError(f"expected a JSON object, got {text!r}")
+    return mapping
+
+
+def _or_null(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+    # argparse's message for a value that is no int speaks of an "invalid int value", by this name.
+    @functools.wraps(convert, assigned=("__name__",), updated=())
+    def convert_or_null(text: str) -> Any:
+        return None if text == "null" else convert(text)
+
+    return convert_or_null
+
+
+def _suggestion(name: str, known: Iterable[str]) -> str:
+    closest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f": did you mean {closest[0]}?" if closest else ": no known name is close to it"
