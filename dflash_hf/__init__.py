@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train DFlash drafters with Hugging Face transformers.
+
+Importing the package makes `AutoConfig` and `AutoModel` read drafters, without remote code; set the environment
+variable `DFLASH_HF_AUTO_CLASSES=0` to leave them as they are.
+"""
+
+import os
+
+from .auto_classes import register_auto_classes
+from .configuration_dflash import DFlashDraftConfig, default_target_layer_ids
+from .conversations import read_completions, tokenize_completions, tokenize_conversation
+from .data_collator import DataCollatorForDFlash
+from .modeling_dflash import DFlashDraftModel
+from .packing import PackedDataset
+from .target import FrozenTarget
+from .trainer import DFlashTrainer
+from .training_args import DFlashTrainingArguments
+from .validation import validate_checkpoint
+
+
+__version__ = "0.1.0"
+
+if os.environ.get("DFLASH_HF_AUTO_CLASSES") != "0":
+    register_auto_classes()
+
+__all__ = [
+    "DFlashDraftConfig",
+    "DFlashDraftModel",
+    "DFlashTrainer",
+    "DFlashTrainingArguments",
+    "DataCollatorForDFlash",
+    "FrozenTarget",
+    "PackedDataset",
+    "default_target_layer_ids",
+    "read_completions",
+    "tokenize_completions",
+    "tokenize_conversation",
+    "validate_checkpoint",
+]

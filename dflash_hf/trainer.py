@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`DFlashTrainer`: a transformers Trainer that runs a frozen target beside the drafter it trains."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
+from transformers.trainer_utils import EvalLoopOutput
+from transformers.utils import logging
+
+from .conversations import tokenize_completions
+from .data_collator import DataCollatorForDFlash, check_documents
+from .losses import BlockSums, Objective, frozen_head_loss, make_objective
+from .masking import block_position_ids, training_masks
+from .modeling_dflash import DFlashDraftModel
+from .packing import PackedDataset, RowSampler
+from .target import FrozenHead, FrozenTarget
+from .training_args import DFlashTrainingArguments
+
+
+logger = logging.get_logger(__name__)
+
+
+class _SetEpoch(TrainerCallback):
+    """Tells the sampler the epoch; accelerate does not reach it through a resumed, sharded dataloader."""
+
+    def __init__(self, sampler: RowSampler):
+        self.sampler = sampler
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.sampler.set_epoch(int((state.epoch or 0) + 1e-6))
+
+
+class DFlashTrainer(Trainer):
+    r"""
+    Trains a drafter on the hidden states of a frozen target, computed as they are needed.
+
+    Args:
+        model (`DFlashDraftModel`):
+            The drafter. Its parameters are kept in fp32.
+        target_model (`str`, `PreTrainedModel` or `FrozenTarget`):
+            The target, by Hub id, folder or loaded. It is frozen and belongs to no checkpoint.
+        args (`DFlashTrainingArguments`, *optional*):
+            Arguments.
+        data_collator (*optional*):
+            Makes batches of packed rows; a [`DataCollatorForDFlash`] by default.
+        train_dataset, eval_dataset (`datasets.Dataset`, `list[dict]` or `PackedDataset`, *optional*):
+            Chats (`messages`), documents (`input_ids`, `supervised_spans`) or packed rows of them.
+        processing_class (`PreTrainedTokenizerBase`, *optional*):
+            The target's tokenizer; needed for chats.
+        **kwargs:
+            Further arguments of [`~transformers.Trainer`].
+
+    Raises:
+        ValueError: When drafter, target and data do not fit together, or nothing in the data can be learned from.
+    """
+
+    args: DFlashTrainingArguments
+    objective: Objective
+    # The loss is normalised over the whole optimizer step before it reaches the parent.
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        model: DFlashDraftModel,
+        target_model: "str | Path | PreTrainedModel | FrozenTarget",
+        args: DFlashTrainingArguments | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        **kwargs,
+    ):
+        args = args if args is not None else DFlashTrainingArguments(output_dir="tmp_trainer")
+        if not isinstance(args, DFlashTrainingArguments):
+            raise ValueError(
+                f"args is a {type(args).__name__}; DFlashTrainer needs DFlashTrainingArguments, which knows the "
+                "anchors, the noise and the packing."
+            )
+        config = model.config
+        self.objective = make_objective(args.objective, config.block_size, args.loss_gamma, args.dpace_alpha)
+        self.target = _frozen_target(target_model, config.target_layer_ids, args)
+        self.target.check_drafter(config)
+        self.head = FrozenHead(self.target.model, args.device)
+        _prepare_drafter(model, args)
+        if isinstance(eval_dataset, dict):
+            eval_dataset = {k: self._pack(v, args, config, processing_class) for k, v in eval_dataset.items()}
+        else:
+            eval_dataset = self._pack(eval_dataset, args, config, processing_class)
+        train_dataset = self._pack(train_dataset, args, config, processing_class)
+        if data_collator is None:
+            data_collator = DataCollatorForDFlash(
+                block_size=config.block_size,
+                num_anchors=args.num_anchors,
+                seed=_data_seed(args),
+                max_anchors_per_row=args.max_anchors_per_row or args.row_length // 4,
+            )
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            **kwargs,
+        )
+        self._num_parameters = sum(p.numel() for p in model.parameters())
+        self._train_sums = BlockSums.zeros(config.block_size, args.device)
+        self._eval_sums = BlockSums.zeros(config.block_size, args.device)
+
+    def _pack(self, data: Any, args: DFlashTrainingArguments, config, tokenizer) -> PackedDataset | None:
+        """Chats or documents to packed rows, checked before any GPU time is spent."""
+        if data is None or isinstance(data, PackedDataset):
+            return data
+        if isinstance(data, IterableDataset | torch.utils.data.IterableDataset):
+            raise ValueError(
+                f"The data is a {type(data).__name__}; rows are packed from known lengths, so give a "
+                "datasets.Dataset, a list of documents or a PackedDataset."
+            )
+        columns = data.column_names if isinstance(data, Dataset) else list(data[0]) if len(data) else []
+        if "messages" in columns:
+            if tokenizer is None:
+                raise ValueError(
+                    "The data holds chats (a `messages` column) but no tokenizer was given. Pass the target's "
+                    "tokenizer as processing_class, or documents with input_ids and supervised_spans."
+                )
+            data = tokenize_completions(
+                list(data),
+                tokenizer,
+                max_length=args.max_length or args.row_length,
+                eos_token_ids=self.target.eos_token_ids,
+            )
+        elif not {"input_ids", "supervised_spans"} <= set(columns):
+            raise ValueError(
+                f"The data has the columns {columns}; expected chats (`messages`) or documents (`input_ids` and "
+                "`supervised_spans`). Tokenise it with dflash_hf.tokenize_completions(rows, tokenizer)."
+            )
+        check_documents(data, config.block_size)
+        return PackedDataset(data, args.row_length, seed=_data_seed(args))
+
+    def _get_train_sampler(self, train_dataset=None):
+        # The parent's samplers draw from a generator whose state depends on how often it was asked; rows are
+        # shuffled from (seed, epoch) alone, so that any resumed or split run sees the same order.
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        if not isinstance(dataset, PackedDataset):
+            return super()._get_train_sampler(dataset)
+        sampler = RowSampler(len(dataset), seed=_data_seed(self.args))
+        self.remove_callback(_SetEpoch)
+        self.add_callback(_SetEpoch(sampler))
+        return sampler
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """Collect the micro-batches of one optimizer step and what the step's loss is divided by, over all ranks."""
+        batch_samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        total = torch.zeros((), device=device)
+        for batch in batch_samples:
+            total = total + self.objective.normalizer(batch["labels"][..., 1:] != -100).to(device)
+        return batch_samples, self.accelerator.reduce(total, reduction="sum")
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Run the target, then the drafter, then the loss through the frozen head.
+
+        Args:
+            model: The drafter, possibly wrapped for distributed training.
+            inputs: A batch of [`DataCollatorForDFlash`].
+            return_outputs: Whether to return the drafter's output too.
+            num_items_in_batch: Normaliser of the whole optimizer step over all ranks; None for this batch's own.
+
+        Returns:
+            The loss of this micro-batch, whose sum over the optimizer step (mean over ranks) is the step's loss.
+        """
+        config = self.accelerator.unwrap_model(self.model).config
+        labels, anchors = inputs["labels"], inputs["anchor_positions"]
+        context = self.target.context_hidden_states(inputs["input_ids"], inputs["document_lengths"])
+        context = context.to(labels.device, non_blocking=True)
+        if model.training and self.args.context_noise > 0:
+            context = add_context_noise(
+                context, inputs["document_lengths"], inputs["noise_seeds"], self.args.context_noise
+            )
+        anchor_ids = inputs["input_ids"].gather(1, anchors.clamp(min=0))
+        outputs = model(
+            noise_embeds=self.head.noise_embeds(anchor_ids, config.mask_token_id, config.block_size),
+            context_hidden_states=context,
+            attention_mask=training_masks(config, anchors, inputs["document_ids"], context.dtype),
+            position_ids=block_position_ids(inputs["position_ids"], anchors, config.block_size),
+        )
+        loss, sums = frozen_head_loss(
+            outputs.last_hidden_state,
+            labels,
+            self.head.logits,
+            self.objective,
+            self.head.vocab_size,
+            self.args.loss_chunk_blocks,
+        )
+        (self._train_sums if model.training else self._eval_sums).add(sums)
+        if num_items_in_batch is None:
+            normalizer = self.objective.normalizer(labels[..., 1:] != -100)
+            loss = loss / normalizer.clamp(min=1e-12)
+        else:
+            # Gradients are averaged over ranks, the normaliser is summed over them.
+            loss = loss * self.args.world_size / num_items_in_batch.clamp(min=1e-12)
+        return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """Loss of an evaluation batch; no logits are returned, so that none are gathered."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs)
+        return loss.detach(), None, None
+
+    def evaluation_loop(  # type: ignore[override]
+        self, dataloader, description, metric_key_prefix: str = "eval", **kwargs
+    ) -> EvalLoopOutput:
+        """The parent's loop, with loss and acceptance as ratios of sums over all blocks instead of means of means."""
+        self._eval_sums.values.zero_()
+        output = super().evaluation_loop(dataloader, description, metric_key_prefix=metric_key_prefix, **kwargs)
+        metrics = {f"{metric_key_prefix}_{k}": v for k, v in self._reduced(self._eval_sums).metrics().items()}
+        return output._replace(metrics={**(output.metrics or {}), **metrics})
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the acceptance and accuracies of the blocks trained on since the last log."""
+        if "loss" in logs:
+            metrics = self._reduced(self._train_sums).metrics()
+            self._train_sums.values.zero_()
+            logs.update({k: metrics[k] for k in ("acceptance_length", "accuracy", "full_blocks")})
+        super().log(logs, start_time)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Multiply-adds of the drafter's layers on the blocks, forward and backward."""
+        return 6 * self._num_parameters * inputs["labels"].numel()
+
+    def _reduced(self, sums: BlockSums) -> BlockSums:
+        return BlockSums(self.accelerator.reduce(sums.values.clone(), reduction="sum"))
+
+
+def add_context_noise(
+    context_hidden_states: torch.Tensor,
+    document_lengths: list[list[int]],
+    noise_seeds: list[list[int]],
+    half_width: float,
+) -> torch.Tensor:
+    """Add uniform noise in `(-half_width, half_width)`, drawn per document from the document's own seed.
+
+    Args:
+        context_hidden_states (`torch.Tensor` of shape `[B, T, K * D]`): The target's hidden states, left as they are.
+        document_lengths: Lengths in tokens of the documents of each row.
+        noise_seeds: One seed per document.
+        half_width: Bound of the noise; 0 returns the input itself.
+
+    Returns:
+        `torch.Tensor` of shape `[B, T, K * D]`. However documents are spread over rows, batches and ranks, each sees
+        the same noise.
+    """
+    if half_width == 0:
+        return context_hidden_states
+    noise = torch.zeros_like(context_hidden_states)
+    generator = torch.Generator(device=noise.device)
+    for row, (lengths, seeds) in enumerate(zip(document_lengths, noise_seeds, strict=True)):
+        start = 0
+        for length, seed in zip(lengths, seeds, strict=True):
+            generator.manual_seed(seed)
+            noise[row, start : start + length].uniform_(-half_width, half_width, generator=generator)
+            start += length
+    return context_hidden_states + noise
+
+
+def _data_seed(args: DFlashTrainingArguments) -> int:
+    return args.seed if args.data_seed is None else args.data_seed
+
+
+def _frozen_target(
+    target_model: "str | Path | PreTrainedModel | FrozenTarget", taps: list[int] | None, args: DFlashTrainingArguments
+) -> FrozenTarget:
+    if isinstance(target_model, FrozenTarget):
+        if args.target_model_init_kwargs:
+            raise ValueError(
+                f"target_model_init_kwargs={args.target_model_init_kwargs} were given together with a FrozenTarget, "
+                "which is loaded already. Pass them to FrozenTarget, or pass the target's id or folder."
+            )
+        return target_model
+    if not isinstance(target_model, str | Path | PreTrainedModel):
+        raise ValueError(
+            f"target_model is a {type(target_model).__name__}; give a Hub id, a folder, a loaded causal language "
+            "model or a FrozenTarget."
+        )
+    device = args.target_device or args.device
+    init_kwargs = args.target_model_init_kwargs or {}
+    assert isinstance(init_kwargs, dict)  # a JSON string becomes a dict in TrainingArguments
+    return FrozenTarget(target_model, taps or [], device=device, **init_kwargs)
+
+
+def _prepare_drafter(model: DFlashDraftModel, args: DFlashTrainingArguments) -> None:
+    """fp32 masters and an attention backend that can train on the device."""
+    if any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()):
+        # AdamW steps at these rates vanish in bf16: norm weights would never move.
+        logger.info("The drafter's parameters are kept in fp32; use bf16=True for autocast.")
+        model.float()
+    implementation = args.drafter_attn_implementation
+    if implementation is None:
+        implementation = "flex_attention" if args.device.type == "cuda" else "sdpa"
+    if implementation == "flex_attention" and args.device.type == "cpu":
+        raise ValueError("flex_attention has no backward on CPU; leave drafter_attn_implementation unset for sdpa.")
+    model.set_attn_implementation(implementation)
+
+
+__all__ = ["DFlashTrainer", "add_context_noise"]

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What only a CUDA device can show: flex attention trains as sdpa does, and the training step runs there."""
+
+import pytest
+import tiny
+import torch
+
+from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
+from dflash_hf.losses import frozen_head_loss, make_objective
+from dflash_hf.masking import block_position_ids, training_masks
+
+
+pytestmark = pytest.mark.gpu
+
+LAYERS = {
+    "full": {},
+    "mixed": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 24,
+        "use_sliding_window": True,
+    },
+    "causal": {"is_causal": True},
+}
+
+
+def make_drafter(implementation: str, target: str = "dense_target", **overrides) -> DFlashDraftModel:
+    config = getattr(tiny, target)().config
+    torch.manual_seed(0)
+    config = DFlashDraftConfig.from_target_config(
+        config, num_hidden_layers=2, block_size=16, mask_token_id=tiny.MASK_TOKEN_ID, **overrides
+    )
+    drafter = DFlashDraftModel(config).cuda()
+    drafter.set_attn_implementation(implementation)
+    return drafter
+
+
+def documents(count: int = 8) -> list[dict]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(30, 90, (count,), generator=generator).tolist()
+    return [
+        {"input_ids": torch.randint(0, 256, (n,), generator=generator).tolist(), "supervised_spans": [[5, n]]}
+        for n in lengths
+    ]
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_flex_attention_equals_sdpa_in_values_and_gradients(layers):
+    torch.manual_seed(1)
+    document_ids = torch.tensor([[0] * 150 + [1] * 90 + [-1] * 16]).cuda()
+    positions = torch.cat([torch.arange(150), torch.arange(90), torch.zeros(16, dtype=torch.long)])[None].cuda()
+    anchors = torch.tensor([[0, 3, 17, 140, 150, 151, 200, -1]]).cuda()
+    context = torch.randn(1, 256, 2 * tiny.HIDDEN_SIZE).cuda()
+    noise = torch.randn(1, 8 * 16, tiny.HIDDEN_SIZE).cuda()
+    results = []
+    for implementation in ("sdpa", "flex_attention"):
+        drafter = make_drafter(implementation, **LAYERS[layers])
+        masks = training_masks(drafter.config, anchors, document_ids)
+        output = drafter(noise, context, masks, block_position_ids(positions, anchors, 16)).last_hidden_state
+        output.pow(3).sum().backward()
+        results.append([output.detach(), *(p.grad for p in drafter.parameters())])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("objective", ["cross_entropy", "dpace"])
+def test_loss_on_the_device_equals_the_cpu(objective):
+    torch.manual_seed(0)
+    hidden = torch.randn(1, 12 * 8, 32)
+    labels = torch.randint(0, 50, (1, 12, 8))
+    labels[..., 0] = -100
+    labels[0, 3, 4:] = -100
+    labels[0, 5] = -100
+    head = torch.nn.Linear(32, 50, bias=False).requires_grad_(False)
+    results = []
+    for device in ("cpu", "cuda"):
+        states = hidden.to(device, copy=True).requires_grad_()
+        loss, sums = frozen_head_loss(
+            states, labels.to(device), head.to(device), make_objective(objective, 8), 50, chunk_blocks=5
+        )
+        loss.backward()
+        results.append([loss.detach().cpu(), states.grad.cpu(), sums.values.cpu()])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("target", ["dense_target", "hybrid_target"])
+def test_training_on_the_device_follows_the_cpu(target, tmp_path):
+    losses = {}
+    for use_cpu in (True, False):
+        drafter = make_drafter("sdpa", target).cpu()
+        args = DFlashTrainingArguments(
+            output_dir=str(tmp_path), max_steps=4, row_length=256, num_anchors=16, logging_steps=1, use_cpu=use_cpu,
+            bf16=not use_cpu, context_noise=0.0, report_to="none", save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        trainer = DFlashTrainer(drafter, getattr(tiny, target)(), args, train_dataset=documents())
+        trainer.train()
+        losses[use_cpu] = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+        assert trainer.model.config._attn_implementation == ("sdpa" if use_cpu else "flex_attention")
+        assert all(p.dtype == torch.float32 for p in trainer.model.parameters())
+    assert losses[False] == pytest.approx(losses[True], rel=2e-2)
