@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import BaseStreamer
@@ -217,7 +218,7 @@ def decode(
     max_new_tokens: int,
     eos_token_id: int | list[int] | None = None,
 ) -> SpeculativeOutput:
-    """Speculative greedy decoding of one prompt: transformers' own where it takes the target, else ours.
+    """Speculative greedy decoding of one prompt: transformers' own where it serves the target, else ours.
 
     The target's generation config has no say except for its pad token and, where none are given, its
     end-of-sequence tokens: sampling, beams, repetition penalties, suppressed or forced tokens, minimal lengths, stop
@@ -237,7 +238,8 @@ def decode(
     Raises:
         ValueError: When the prompt is not one row of tokens, the budget is empty or the drafter is another target's.
     """
-    if target._is_stateful:  # what `generate` itself asks before it refuses
+    # `_is_stateful` is what `generate` itself asks before it refuses.
+    if target._is_stateful or not _has_raw_embeddings(target):
         return speculative_generate(target, drafter, input_ids, max_new_tokens, eos_token_id)
     check_drafter(target, drafter)
     check_request(input_ids, max_new_tokens)
@@ -253,6 +255,17 @@ def decode(
             "streams otherwise than expected. Use speculative_generate."
         )
     return SpeculativeOutput(sequences, by_forward[1:])
+
+
+def _has_raw_embeddings(target: PreTrainedModel) -> bool:
+    """Whether the target's embedding module gives the plain rows of its table, which are a drafter's inputs.
+
+    `generate` calls the module; one that scales its rows (Gemma) would give the drafter inputs it was not trained on.
+    """
+    embedding = target.get_input_embeddings()
+    table = embedding.get_parameter("weight")
+    ids = torch.arange(min(4, table.shape[0]), device=table.device)
+    return torch.equal(embedding(ids), nn.functional.embedding(ids, table))
 
 
 class _CommitRecorder(BaseStreamer):

@@ -178,7 +178,8 @@ def check_continuing(
     if tokenizer is not None and (use := _use_of_token(tokenizer, mask)):
         token = tokenizer.convert_ids_to_tokens(mask)
         raise ValueError(f"mask_token_id={mask} is {token!r}, which is a token in use: {use}. {way_out}")
-    if documents is not None and (index := _first_document_with(documents, mask)) is not None:
+    rows = target.model.get_input_embeddings().weight.shape[0]
+    if documents is not None and (index := scan_token_ids(documents, rows, mask)) is not None:
         token = "" if tokenizer is None else f" ({tokenizer.convert_ids_to_tokens(mask)!r})"
         raise ValueError(f"mask_token_id={mask}{token} occurs in the input_ids of document {index}. {way_out}")
 
@@ -205,15 +206,35 @@ def _use_of_token(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str | No
     return None
 
 
-def _first_document_with(documents: Documents, token_id: int) -> int | None:
-    """Index of the first document that holds a token."""
-    first = 0
+def scan_token_ids(documents: Documents, embedding_rows: int, mask_token_id: int) -> int | None:
+    """Refuse ids that the target's embedding does not have, and look for the mask token.
+
+    Args:
+        documents: Documents with `input_ids`.
+        embedding_rows: Rows of the target's embedding.
+        mask_token_id: The drafter's mask token.
+
+    Returns:
+        Index of the first document that holds the mask token, or None.
+
+    Raises:
+        ValueError: Naming the first document with an id outside the embedding.
+    """
+    first, found = 0, None
     for tokens, lengths in _token_batches(documents):
-        hits = np.flatnonzero(tokens == token_id)
-        if len(hits):
-            return first + int(np.searchsorted(np.cumsum(lengths), hits[0], side="right"))
+        ends = np.cumsum(lengths)
+        outside = np.flatnonzero((tokens < 0) | (tokens >= embedding_rows))
+        if len(outside):
+            raise ValueError(
+                f"Document {first + int(np.searchsorted(ends, outside[0], side='right'))} holds the token id "
+                f"{tokens[outside[0]]}, which is outside the target's embedding of {embedding_rows} rows: the data "
+                "was made with another tokenizer. Tokenise it with the target's."
+            )
+        hits = np.flatnonzero(tokens == mask_token_id)
+        if found is None and len(hits):
+            found = first + int(np.searchsorted(ends, hits[0], side="right"))
         first += len(lengths)
-    return None
+    return found
 
 
 def _token_batches(documents: Documents) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -2,16 +2,19 @@
 """The configuration of a DFlash drafter, in the vocabulary of the published checkpoints."""
 
 from dataclasses import fields
-from itertools import pairwise
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+from transformers.utils import logging
 
 from .checkpoint_format import OWN_FIELDS, lift_nested, normalize_config, problem_report
 from .config_rules import field_problems
+
+
+logger = logging.get_logger(__name__)
 
 
 def default_target_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:
@@ -31,20 +34,16 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int) -> list[int]
         >>> default_target_layer_ids(30, 5)
         [1, 8, 14, 20, 27]
     """
-    if num_taps < 1:
-        raise ValueError(f"A drafter reads at least one target layer, got num_taps={num_taps}.")
-    if num_taps == 1:
-        taps = [num_target_layers // 2]
-    else:
-        taps = [round(1 + i * (num_target_layers - 4) / (num_taps - 1)) for i in range(num_taps)]
-    if num_target_layers < 2 or any(b <= a for a, b in pairwise(taps)):
-        largest = max(num_target_layers - 3, 1)
+    largest = max(num_target_layers - 3, 1 if num_target_layers > 2 else 0)
+    if not 1 <= num_taps <= largest:
         raise ValueError(
-            f"A target of {num_target_layers} layers has no room for {num_taps} distinct taps between layer 1 and "
-            f"layer {num_target_layers - 3}: the largest number is {largest}. Pass fewer taps (num_taps={largest}) or "
-            "explicit target_layer_ids."
+            f"A target of {num_target_layers} layers has no room for {num_taps} distinct taps between layer 1 and the "
+            f"third layer from its end: the largest number is {largest}, the smallest 1. Pass num_taps in that range, "
+            "or explicit target_layer_ids (never the last layer)."
         )
-    return taps
+    if num_taps == 1:
+        return [num_target_layers // 2]
+    return [round(1 + i * (num_target_layers - 4) / (num_taps - 1)) for i in range(num_taps)]
 
 
 @strict
@@ -134,9 +133,13 @@ class DFlashDraftConfig(Qwen3Config):
         Raises:
             ValueError: When an override contradicts the target or the format.
         """
-        text_config = target_config.get_text_config(decoder=True)
-        target = text_config.to_dict()
-        hidden_size = target["hidden_size"]
+        if num_taps is not None and "target_layer_ids" in overrides:
+            raise ValueError(
+                f"num_taps={num_taps} and target_layer_ids={overrides['target_layer_ids']} were both given: the taps "
+                "are either spread by number or named one by one. Leave one of them out."
+            )
+        target = target_config.get_text_config(decoder=True)
+        hidden_size = target.hidden_size
         if overrides.get("hidden_size", hidden_size) != hidden_size:
             raise ValueError(
                 f"The drafter's hidden_size is {overrides['hidden_size']}, the target's is {hidden_size}: they must "
@@ -145,23 +148,21 @@ class DFlashDraftConfig(Qwen3Config):
         num_layers = overrides.get("num_hidden_layers", 5)
         values = {
             "hidden_size": hidden_size,
-            "vocab_size": target["vocab_size"],
-            "intermediate_size": target.get("intermediate_size") or 3 * hidden_size,
+            "vocab_size": target.vocab_size,
             "num_hidden_layers": num_layers,
-            "max_position_embeddings": target["max_position_embeddings"],
-            "rms_norm_eps": target.get("rms_norm_eps") or 1e-6,
-            "rope_parameters": {"rope_type": "default", "rope_theta": _rope_theta(target)},
-            "num_target_layers": target["num_hidden_layers"],
+            "max_position_embeddings": target.max_position_embeddings,
+            "num_target_layers": target.num_hidden_layers,
             "tie_word_embeddings": False,
-            "bos_token_id": target.get("bos_token_id"),
-            "eos_token_id": target.get("eos_token_id"),
-            "pad_token_id": target.get("pad_token_id"),
+            "bos_token_id": target.bos_token_id,
+            "eos_token_id": target.eos_token_id,
+            "pad_token_id": target.pad_token_id,
             **_attention_shape(hidden_size),
+            **_from_target_or_default(target.to_dict(), hidden_size, overrides),
             **overrides,
         }
         if "target_layer_ids" not in overrides:
             values["target_layer_ids"] = default_target_layer_ids(
-                values["num_target_layers"], num_layers if num_taps is None else num_taps
+                target.num_hidden_layers, num_layers if num_taps is None else num_taps
             )
         return cls(**values)
 
@@ -262,11 +263,25 @@ def _attention_shape(hidden_size: int) -> dict[str, int]:
     return {"head_dim": head_dim, "num_attention_heads": num_heads, "num_key_value_heads": kv_heads}
 
 
-def _rope_theta(target: dict[str, Any]) -> float:
-    """Base of the target's RoPE; that of its full-attention layers where it has one per layer type."""
+def _from_target_or_default(target: dict[str, Any], hidden_size: int, overrides: dict[str, Any]) -> dict[str, Any]:
+    """MLP size, norm epsilon and RoPE base of the target; not every architecture has them."""
     rope = target.get("rope_parameters") or {}
+    # Some targets have one RoPE per layer type; that of the full-attention layers is the long one.
     rope = rope.get("full_attention", rope)
-    return float(rope.get("rope_theta", 10_000.0))
+    found = {
+        "intermediate_size": (target.get("intermediate_size"), 3 * hidden_size),
+        "rms_norm_eps": (target.get("rms_norm_eps"), 1e-6),
+        "rope_parameters": (rope.get("rope_theta"), 10_000.0),
+    }
+    values = {}
+    for name, (value, default) in found.items():
+        if not isinstance(value, int | float):
+            value = default
+            if name not in overrides:
+                logger.warning(f"The target has no {name} of a kind to take over, so the drafter's is {default}.")
+        values[name] = value
+    theta = float(values.pop("rope_parameters"))
+    return {**values, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
 
 
 __all__ = ["DFlashDraftConfig", "default_target_layer_ids"]

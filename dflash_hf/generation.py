@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .modeling_dflash import DFlashDraftModel
+from .target import check_fits
 
 
 @dataclass(frozen=True)
@@ -113,20 +114,8 @@ def check_drafter(target: PreTrainedModel, drafter: DFlashDraftModel) -> None:
             f"{type(target).__name__} has no output head (get_output_embeddings() is None), so it writes no tokens. "
             "Load the target with AutoModelForCausalLM."
         )
+    check_fits(drafter.config, target.config, target.get_input_embeddings().get_parameter("weight").shape[0])
     text_config = target.config.get_text_config(decoder=True)
-    expected = {
-        "hidden_size": text_config.hidden_size,
-        "vocab_size": text_config.vocab_size,
-        "num_target_layers": text_config.num_hidden_layers,
-    }
-    for name, value in expected.items():
-        given = getattr(drafter.config, name)
-        if given != value:
-            raise ValueError(
-                f"The drafter's {name} is {given}, the target's is {value}: a drafter decodes only with the target "
-                "whose hidden states, embeddings and head it was trained on. Load the target it was made for, or make "
-                "a drafter with DFlashDraftConfig.from_target_config(target.config, ...)."
-            )
     depth = len(target.get_decoder().layers)
     if depth != text_config.num_hidden_layers:
         raise ValueError(

@@ -7,6 +7,7 @@ Shapes: B rows, Q noise slots, C context rows, K taps, D hidden size.
 import copy
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 from transformers.utils.deprecation import deprecate_kwarg
 
+from .checkpoint_format import problem_report
 from .checkpoint_io import check_checkpoint, check_loading_info, check_state_dict, unwrapped_state_dict
+from .config_rules import field_problems
 from .configuration_dflash import DFlashDraftConfig
 from .masking import Mask, decoding_masks
 
@@ -72,8 +75,9 @@ class DFlashAttention(Qwen3Attention):
         value = value.view(*value.shape[:2], -1, self.head_dim).transpose(1, 2)
 
         cos, sin = position_embeddings
-        query = _rotate(query, cos[:, -num_slots:], sin[:, -num_slots:])
-        key = _rotate(key, cos, sin)
+        # The norms' fp32 weights give fp32 under autocast, where flex attention would then run in fp32 too.
+        query = _rotate(query, cos[:, -num_slots:], sin[:, -num_slots:]).to(value.dtype)
+        key = _rotate(key, cos, sin).to(value.dtype)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
 
@@ -84,7 +88,7 @@ class DFlashAttention(Qwen3Attention):
             self,
             query,
             key,
-            value.to(key.dtype),
+            value,
             attention_mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
@@ -246,6 +250,9 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
             super().save_pretrained(save_directory, **kwargs)
             return
         exported = self._exported(dtype, kwargs.pop("state_dict", None))
+        if kwargs.get("is_main_process", True):
+            # An index left by an earlier, sharded save would point readers to shards that are gone.
+            (Path(save_directory) / "model.safetensors.index.json").unlink(missing_ok=True)
         PreTrainedModel.save_pretrained(exported, save_directory, **kwargs)
 
     def push_to_hub(  # type: ignore[override]
@@ -267,6 +274,9 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         tensors = unwrapped_state_dict(self.state_dict() if state_dict is None else state_dict, dtype)
         check_state_dict(self.config, tensors, "The drafter cannot be saved")
         config = copy.deepcopy(self.config)
+        problems = field_problems(vars(config))
+        if problems:
+            raise ValueError(problem_report("The drafter cannot be saved, its configuration was changed", problems))
         # What it was read with may name files that are not written.
         config.auto_map = None
         with torch.device("meta"):

@@ -141,14 +141,15 @@ def pack_documents(lengths: Sequence[int] | np.ndarray, row_length: int) -> list
 class PackedDataset(torch.utils.data.Dataset):
     """Rows of whole documents, as the data collator takes them.
 
-    Which documents share a row depends on the documents' lengths and `seed` alone, so every epoch has the same rows.
-    An item is `{"epoch": int, "documents": [{"document": int, "input_ids": [...], "supervised_spans": [...]}, ...]}`,
-    where `document` is the index in `documents`.
+    Which documents share a row depends on the documents' lengths, `seed` and the epoch alone: documents of one length
+    change places from epoch to epoch, so the number of rows stays the same. An item is `{"epoch": int, "documents":
+    [{"document": int, "input_ids": [...], "supervised_spans": [...]}, ...]}`, where `document` is the index in
+    `documents`.
 
     Args:
         documents: documents as dicts or as a `datasets.Dataset` (which stays on disk).
         row_length: tokens that a row holds.
-        seed: decides which of several documents of one length goes into which row.
+        seed: with the epoch, decides which of several documents of one length goes into which row.
 
     Raises:
         ValueError: no documents, or one that is empty or longer than a row.
@@ -163,13 +164,16 @@ class PackedDataset(torch.utils.data.Dataset):
             documents = documents.select_columns(DOCUMENT_COLUMNS).with_format(None)
         self.documents = documents
         self.row_length = row_length
+        self.seed = seed
         self.num_tokens = int(lengths.sum())
-        # Files often hold related chats side by side; without this shuffle those of one length would share a row.
-        shuffled = seeded_permutation(len(documents), seed)
-        rows = pack_documents(lengths[shuffled], row_length)
-        # Two arrays, not lists: worker processes share them without copying.
-        self._members = shuffled[np.concatenate([np.array(row) for row in rows])]
+        # Arrays, not lists: worker processes share them without copying. Places are numbered in packing order, longest
+        # first; an epoch says which document takes which place.
+        longest_first = np.argsort(-lengths, kind="stable")
+        self._lengths = lengths
+        rows = pack_documents(lengths[longest_first], row_length)
+        self._places = np.concatenate([np.array(row) for row in rows])
         self._row_starts = np.cumsum([0] + [len(row) for row in rows])
+        self._epoch, self._members = -1, self._places
 
     def __len__(self) -> int:
         return len(self._row_starts) - 1
@@ -183,12 +187,22 @@ class PackedDataset(torch.utils.data.Dataset):
         epoch, row = index if isinstance(index, tuple) else (0, index)
         if not 0 <= row < len(self):
             raise IndexError(f"Row {row} does not exist: there are {len(self)} rows, from 0 to {len(self) - 1}.")
-        members = self._members[self._row_starts[row] : self._row_starts[row + 1]].tolist()
+        members = self._members_of(epoch)[self._row_starts[row] : self._row_starts[row + 1]].tolist()
         documents = [(member, self.documents[member]) for member in members]
         return {
             "epoch": epoch,
             "documents": [{"document": i} | {name: item[name] for name in DOCUMENT_COLUMNS} for i, item in documents],
         }
+
+    def _members_of(self, epoch: int) -> np.ndarray:
+        """The documents of all rows in one epoch, one row after the other."""
+        if epoch != self._epoch:
+            # Files often hold related chats side by side, and a fixed mix would show the same documents together in
+            # every epoch: the shuffle decides among those of one length.
+            shuffled = seeded_permutation(len(self._lengths), [self.seed, epoch])
+            longest_first = shuffled[np.argsort(-self._lengths[shuffled], kind="stable")]
+            self._epoch, self._members = epoch, longest_first[self._places]
+        return self._members
 
 
 class RowSampler(torch.utils.data.Sampler[tuple[int, int]]):

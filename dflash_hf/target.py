@@ -43,7 +43,7 @@ class FrozenHead:
             )
         # One deepcopy of both keeps a tied weight tied.
         pair = nn.ModuleList([embedding, head])
-        if any(p.device != torch.device(device) for p in pair.parameters()):
+        if not all(_is_on(p, device) for p in pair.parameters()):
             pair = copy.deepcopy(pair).to(device)
         self.embedding, self.head = pair.requires_grad_(False)
         self.embedding_weight: torch.Tensor = self.embedding.get_parameter("weight")
@@ -96,22 +96,33 @@ class FrozenTarget:
         device: torch.device | str | None = None,
         **init_kwargs,
     ):
-        if init_kwargs and isinstance(model, PreTrainedModel):
+        if not isinstance(model, str | Path | nn.Module):
+            raise TypeError(
+                f"The target is a {type(model).__name__}; give a Hub id, a folder or a loaded causal language model."
+            )
+        if init_kwargs and isinstance(model, nn.Module):
             raise ValueError(
                 f"target_model_init_kwargs={init_kwargs} were given together with a loaded target model: they are "
                 "arguments of from_pretrained. Pass the target's id or folder, or leave them out."
             )
         # A model of the user's keeps all its layers; one loaded here is nobody else's.
-        owned = not isinstance(model, PreTrainedModel)
-        self.model: Any = _load(model, init_kwargs) if not isinstance(model, PreTrainedModel) else model
+        owned = isinstance(model, str | Path)
+        self.model: Any = _load(model, init_kwargs) if isinstance(model, str | Path) else model
+        if any(p.is_meta for p in self.model.parameters()):
+            raise ValueError(
+                f"The target {type(self.model).__name__} has parameters on the meta device, so it has no weights to "
+                "run with. Load it with from_pretrained, without offloading."
+            )
         self.config: PreTrainedConfig = self.model.config.get_text_config(decoder=True)
         self.target_layer_ids = list(target_layer_ids)
-        self.layers: nn.ModuleList = self.model.get_decoder().layers
+        self.layers: nn.ModuleList = _decoder_layers(self.model)
         self._check_taps()
         if owned:
             del self.layers[self.target_layer_ids[-1] + 1 :]
         self.model.requires_grad_(False).eval()
-        if device is not None and self.model.device != torch.device(device):
+        devices = {p.device for p in self.model.parameters()}
+        # A target that from_pretrained spread over several devices stays where it is.
+        if device is not None and len(devices) == 1 and not _is_on(next(self.model.parameters()), device):
             self.model.to(device)  # type: ignore[arg-type]
 
     @property
@@ -130,29 +141,11 @@ class FrozenTarget:
         Raises:
             ValueError: Naming the field, both values and the way out.
         """
-        rows = self.model.get_input_embeddings().weight.shape[0]
-        expected = {
-            "hidden_size": self.config.hidden_size,
-            "num_target_layers": self.config.num_hidden_layers,
-            "target_layer_ids": self.target_layer_ids,
-        }
-        for name, value in expected.items():
-            given = getattr(config, name)
-            if given != value:
-                raise ValueError(
-                    f"The drafter's {name} is {given}, the target's is {value}: the drafter reads this target's "
-                    "hidden states and uses its embeddings and head. Make the drafter with "
-                    "DFlashDraftConfig.from_target_config(target.config, ...) or choose the target it was made for."
-                )
-        if not 0 <= (config.mask_token_id or 0) < rows:
+        check_fits(config, self.config, self.model.get_input_embeddings().weight.shape[0])
+        if config.target_layer_ids != self.target_layer_ids:
             raise ValueError(
-                f"mask_token_id={config.mask_token_id} is outside the target's embedding of {rows} rows; choose an id "
-                f"in 0..{rows - 1} that texts do not use."
-            )
-        if config.vocab_size != rows:
-            raise ValueError(
-                f"The drafter's vocab_size is {config.vocab_size}, the target's embedding has {rows} rows: engines "
-                f"size the shared head by it. Set vocab_size={rows}."
+                f"The drafter's target_layer_ids is {config.target_layer_ids}, the FrozenTarget's is "
+                f"{self.target_layer_ids}. Make the FrozenTarget with the drafter's config.target_layer_ids."
             )
 
     @torch.no_grad()
@@ -227,6 +220,56 @@ class FrozenTarget:
                 f"target_layer_ids={taps} must lie in 0..{depth - 2}: the target has {depth} layers and the last one "
                 "is refused, since its entry in hidden_states is after the final norm while a hook sees it before."
             )
+
+
+def check_fits(drafter_config: DFlashDraftConfig, target_config: PreTrainedConfig, embedding_rows: int) -> None:
+    """Refuse a drafter that was made for another target.
+
+    Args:
+        drafter_config: The drafter's configuration.
+        target_config: The target's configuration, text-only or multimodal.
+        embedding_rows: Rows of the target's embedding.
+
+    Raises:
+        ValueError: Naming the field, both values and the way out.
+    """
+    mask = drafter_config.mask_token_id
+    if mask is not None and mask >= embedding_rows:
+        raise ValueError(
+            f"mask_token_id={mask} is outside the target's embedding of {embedding_rows} rows; choose an id in "
+            f"0..{embedding_rows - 1} that texts do not use."
+        )
+    text_config = target_config.get_text_config(decoder=True)
+    expected = {
+        "hidden_size": text_config.hidden_size,
+        "num_target_layers": text_config.num_hidden_layers,
+        "vocab_size": embedding_rows,  # engines size the shared head by it
+    }
+    for name, value in expected.items():
+        given = getattr(drafter_config, name)
+        if given != value:
+            raise ValueError(
+                f"The drafter's {name} is {given}, the target's is {value}: a drafter works only with the target "
+                "whose hidden states, embeddings and head it was made for. Load that target, or make a drafter with "
+                "DFlashDraftConfig.from_target_config(target.config, ...)."
+            )
+
+
+def _is_on(parameter: torch.Tensor, device: torch.device | str) -> bool:
+    """Whether a parameter is on a device; a device without index means any of its kind that is in use."""
+    device = torch.device(device)
+    return parameter.device.type == device.type and device.index in (None, parameter.device.index)
+
+
+def _decoder_layers(model: Any) -> nn.ModuleList:
+    decoder = model.get_decoder()
+    layers = dict(decoder.named_children()).get("layers")
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(
+            f"{type(model).__name__} keeps its decoder layers in another place than `get_decoder().layers`, so they "
+            "cannot be read. Targets of the Llama and Qwen families and most others are supported."
+        )
+    return layers
 
 
 def _load(name: str | Path, init_kwargs: dict) -> PreTrainedModel:

@@ -5,14 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetDict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
+from .adapting import check_continuing, scan_token_ids
+from .configuration_dflash import DFlashDraftConfig
 from .conversations import tokenize_completions
 from .data_collator import DataCollatorForDFlash, check_documents
-from .losses import BlockSums, Objective, frozen_head_loss, make_objective
+from .losses import IGNORE_INDEX, BlockSums, Objective, frozen_head_loss, make_objective
 from .masking import block_position_ids, training_masks
 from .modeling_dflash import DFlashDraftModel
 from .packing import PackedDataset, RowSampler
@@ -79,23 +81,37 @@ class DFlashTrainer(Trainer):
                 f"args is a {type(args).__name__}; DFlashTrainer needs DFlashTrainingArguments, which knows the "
                 "anchors, the noise and the packing."
             )
+        if not isinstance(model.config, DFlashDraftConfig):
+            raise ValueError(
+                f"model is a {type(model).__name__}; DFlashTrainer trains a DFlashDraftModel, and the target goes "
+                "into target_model. Swap them, or make a drafter with DFlashDraftConfig.from_target_config."
+            )
+        if kwargs.get("compute_metrics") is not None:
+            raise ValueError(
+                "compute_metrics would never be called, since no logits are kept: evaluation reports the loss, the "
+                "acceptance length and the accuracy per slot. Leave it out."
+            )
         config = model.config
         self.objective = make_objective(args.objective, config.block_size, args.loss_gamma, args.dpace_alpha)
         self.target = _frozen_target(target_model, config.target_layer_ids, args)
-        self.target.check_drafter(config)
+        tokenizer = processing_class if isinstance(processing_class, PreTrainedTokenizerBase) else None
+        check_continuing(config, self.target, tokenizer)
         self.head = FrozenHead(self.target.model, args.device)
         _prepare_drafter(model, args)
-        if isinstance(eval_dataset, dict):
-            eval_dataset = {k: self._pack(v, args, config, processing_class) for k, v in eval_dataset.items()}
+        self.args, self._tokenizer, self._drafter_config = args, tokenizer, config
+        if isinstance(eval_dataset, dict) and not isinstance(eval_dataset, DatasetDict):
+            eval_dataset = {name: self._pack(data) for name, data in eval_dataset.items()}
         else:
-            eval_dataset = self._pack(eval_dataset, args, config, processing_class)
-        train_dataset = self._pack(train_dataset, args, config, processing_class)
+            eval_dataset = self._pack(eval_dataset)
+        train_dataset = self._pack(train_dataset)
         if data_collator is None:
+            rows = train_dataset or (None if isinstance(eval_dataset, dict) else eval_dataset)
+            row_length = args.row_length if rows is None else rows.row_length
             data_collator = DataCollatorForDFlash(
                 block_size=config.block_size,
                 num_anchors=args.num_anchors,
                 seed=_data_seed(args),
-                max_anchors_per_row=args.max_anchors_per_row or args.row_length // 4,
+                max_anchors_per_row=args.max_anchors_per_row or max(1, row_length // 4),
             )
         super().__init__(
             model=model,
@@ -110,35 +126,65 @@ class DFlashTrainer(Trainer):
         self._train_sums = BlockSums.zeros(config.block_size, args.device)
         self._eval_sums = BlockSums.zeros(config.block_size, args.device)
 
-    def _pack(self, data: Any, args: DFlashTrainingArguments, config, tokenizer) -> PackedDataset | None:
+    def _pack(self, data: Any) -> PackedDataset | None:
         """Chats or documents to packed rows, checked before any GPU time is spent."""
-        if data is None or isinstance(data, PackedDataset):
+        if data is None:
+            return None
+        documents = data.documents if isinstance(data, PackedDataset) else self._documents(data)
+        check_documents(documents, self._drafter_config.block_size)
+        mask = self._drafter_config.mask_token_id
+        assert mask is not None  # the configuration refuses to be without
+        found = scan_token_ids(documents, self.head.vocab_size, mask)
+        if found is not None:
+            logger.warning(
+                f"The mask token {mask} occurs in the data, first in document {found}: there the drafter takes a "
+                "known token for a slot to be drafted. Choose a token that texts do not use, unless this one is rare."
+            )
+        if isinstance(data, PackedDataset):
             return data
-        if isinstance(data, IterableDataset | torch.utils.data.IterableDataset):
+        return PackedDataset(documents, self.args.row_length, seed=_data_seed(self.args))
+
+    def _documents(self, data: Any) -> Any:
+        """Documents of data that holds chats or documents."""
+        args = self.args
+        if not isinstance(data, Dataset | list | tuple):
             raise ValueError(
                 f"The data is a {type(data).__name__}; rows are packed from known lengths, so give a "
-                "datasets.Dataset, a list of documents or a PackedDataset."
+                "datasets.Dataset (one split), a list of documents or a PackedDataset."
             )
         columns = data.column_names if isinstance(data, Dataset) else list(data[0]) if len(data) else []
         if "messages" in columns:
-            if tokenizer is None:
+            if self._tokenizer is None:
                 raise ValueError(
                     "The data holds chats (a `messages` column) but no tokenizer was given. Pass the target's "
                     "tokenizer as processing_class, or documents with input_ids and supervised_spans."
                 )
-            data = tokenize_completions(
+            return tokenize_completions(
                 list(data),
-                tokenizer,
+                self._tokenizer,
                 max_length=args.max_length or args.row_length,
+                enable_thinking=args.enable_thinking,
                 eos_token_ids=self.target.eos_token_ids,
             )
-        elif not {"input_ids", "supervised_spans"} <= set(columns):
-            raise ValueError(
-                f"The data has the columns {columns}; expected chats (`messages`) or documents (`input_ids` and "
-                "`supervised_spans`). Tokenise it with dflash_hf.tokenize_completions(rows, tokenizer)."
-            )
-        check_documents(data, config.block_size)
-        return PackedDataset(data, args.row_length, seed=_data_seed(args))
+        rows = [columns] if isinstance(data, Dataset) else data
+        for index, names in enumerate(rows or [[]]):
+            if not {"input_ids", "supervised_spans"} <= set(names):
+                raise ValueError(
+                    f"Row {index} of the data has the columns {list(names)}; expected chats (`messages`) or documents "
+                    "(`input_ids` and `supervised_spans`). Tokenise it with dflash_hf.tokenize_completions(rows, "
+                    "tokenizer)."
+                )
+        return data
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        """The parent's dataloader; data given to `evaluate` may be chats or documents, as in the constructor."""
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            eval_dataset = self._pack(eval_dataset)
+        return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset):
+        """The parent's dataloader; data given to `predict` may be chats or documents, as in the constructor."""
+        return super().get_test_dataloader(self._pack(test_dataset))  # type: ignore[arg-type]
 
     def _get_train_sampler(self, train_dataset=None):
         # The parent's samplers draw from a generator whose state depends on how often it was asked; rows are
@@ -154,6 +200,8 @@ class DFlashTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """Collect the micro-batches of one optimizer step and what the step's loss is divided by, over all ranks."""
         batch_samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if batch_samples:
+            batch_samples[-1] = self._without_repeated_rows(batch_samples[-1], self.args.train_batch_size)
         total = torch.zeros((), device=device)
         for batch in batch_samples:
             total = total + self.objective.normalizer(batch["labels"][..., 1:] != -100).to(device)
@@ -174,16 +222,20 @@ class DFlashTrainer(Trainer):
         config = self.accelerator.unwrap_model(self.model).config
         labels, anchors = inputs["labels"], inputs["anchor_positions"]
         context = self.target.context_hidden_states(inputs["input_ids"], inputs["document_lengths"])
-        context = context.to(labels.device, non_blocking=True)
+        # Noise is small beside large hidden states and would be rounded away in bf16, so it is added in fp32.
+        context = context.to(device=labels.device, dtype=torch.float32, non_blocking=True)
         if model.training and self.args.context_noise > 0:
             context = add_context_noise(
                 context, inputs["document_lengths"], inputs["noise_seeds"], self.args.context_noise
             )
         anchor_ids = inputs["input_ids"].gather(1, anchors.clamp(min=0))
+        noise_embeds = self.head.noise_embeds(anchor_ids, config.mask_token_id, config.block_size)
+        if not (self.args.bf16 or self.args.fp16):
+            noise_embeds = noise_embeds.float()
         outputs = model(
-            noise_embeds=self.head.noise_embeds(anchor_ids, config.mask_token_id, config.block_size),
+            noise_embeds=noise_embeds,
             context_hidden_states=context,
-            attention_mask=training_masks(config, anchors, inputs["document_ids"], context.dtype),
+            attention_mask=training_masks(config, anchors, inputs["document_ids"], noise_embeds.dtype),
             position_ids=block_position_ids(inputs["position_ids"], anchors, config.block_size),
         )
         loss, sums = frozen_head_loss(
@@ -205,7 +257,7 @@ class DFlashTrainer(Trainer):
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """Loss of an evaluation batch; no logits are returned, so that none are gathered."""
-        inputs = self._prepare_inputs(inputs)
+        inputs = self._without_repeated_rows(self._prepare_inputs(inputs), self.args.per_device_eval_batch_size)
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs)
         return loss.detach(), None, None
@@ -215,9 +267,25 @@ class DFlashTrainer(Trainer):
     ) -> EvalLoopOutput:
         """The parent's loop, with loss and acceptance as ratios of sums over all blocks instead of means of means."""
         self._eval_sums.values.zero_()
+        trained = self.model_wrapped is not self.model or self.is_in_train
         output = super().evaluation_loop(dataloader, description, metric_key_prefix=metric_key_prefix, **kwargs)
         metrics = {f"{metric_key_prefix}_{k}": v for k, v in self._reduced(self._eval_sums).metrics().items()}
+        if not trained and self.args.world_size > 1:
+            # Preparing for evaluation marks the drafter as prepared, and a later train() would leave it without the
+            # wrapper that adds up the gradients of all ranks.
+            self.accelerator._models.clear()
+            self.model._is_accelerate_prepared = False  # type: ignore[union-attr]
         return output._replace(metrics={**(output.metrics or {}), **metrics})
+
+    def _without_repeated_rows(self, inputs: dict[str, Any], rows_per_rank: int) -> dict[str, Any]:
+        """Rows of the last batch that accelerate repeats, so that all ranks have as many, count nothing."""
+        state = self.accelerator.gradient_state
+        if self.args.world_size > 1 and state.end_of_dataloader and state.remainder > 0:
+            own = max(0, state.remainder - self.args.process_index * rows_per_rank)
+            labels = inputs["labels"].clone()
+            labels[own:] = IGNORE_INDEX
+            inputs = {**inputs, "labels": labels}
+        return inputs
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the acceptance and accuracies of the blocks trained on since the last log."""
@@ -228,7 +296,7 @@ class DFlashTrainer(Trainer):
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Multiply-adds of the drafter's layers on the blocks, forward and backward."""
+        """Floating-point operations of the drafter on the blocks, forward and backward, without attention and head."""
         return 6 * self._num_parameters * inputs["labels"].numel()
 
     def _reduced(self, sums: BlockSums) -> BlockSums:

@@ -24,6 +24,8 @@ class DFlashTrainingArguments(TrainingArguments):
             Tokens of a packed row. Longer documents are refused; cut them when tokenising.
         max_length (`int`, *optional*):
             Tokens kept of each document when the data holds chats that are tokenised here; `row_length` by default.
+        enable_thinking (`bool`, *optional*):
+            Handed to the chat template where chats are tokenised here; the template's own default if unset.
         context_noise (`float`, *optional*, defaults to 0.05):
             Half-width of the uniform noise on the target's hidden states in training; 0 switches it off.
         objective (`str`, *optional*, defaults to `"cross_entropy"`):
@@ -52,6 +54,7 @@ class DFlashTrainingArguments(TrainingArguments):
     max_length: int | None = field(
         default=None, metadata={"help": "Tokens kept of each document when chats are tokenised by the trainer."}
     )
+    enable_thinking: bool | None = field(default=None, metadata={"help": "Handed to the chat template if given."})
     context_noise: float = field(
         default=0.05, metadata={"help": "Half-width of the uniform noise on the target's hidden states."}
     )
@@ -81,6 +84,8 @@ class DFlashTrainingArguments(TrainingArguments):
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Kept False: the drafter's forward names none of the data's columns."}
     )
+    # The parent's filter would log a broken step as a harmless one, and waits for the device in every micro-batch.
+    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Leave non-finite losses out of the log."})
     # The drafter's configuration is published: training must not write use_cache=False into it.
     use_cache: bool = field(default=True, metadata={"help": "Written into the drafter's configuration."})
 
@@ -95,6 +100,11 @@ class DFlashTrainingArguments(TrainingArguments):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1.")
+        if self.label_smoothing_factor:
+            raise ValueError(
+                f"label_smoothing_factor={self.label_smoothing_factor} has no effect on a drafter's objective, which "
+                "follows the target's own tokens. Leave it 0."
+            )
         if not 0 <= self.context_noise < float("inf"):
             raise ValueError(f"context_noise={self.context_noise} must be 0 or a positive half-width, such as 0.05.")
 

@@ -34,9 +34,8 @@ class RecipeArguments:
     target: str = field(metadata={"help": "Hub id or folder of the target."})
     eval_completions: str | None = field(default=None, metadata={"help": "Chats to evaluate on."})
     drafter: str | None = field(default=None, metadata={"help": "Drafter to continue; a new one if unset."})
-    enable_thinking: bool | None = field(default=None, metadata={"help": "Handed to the chat template if given."})
     # A new drafter's shape; of these, block_size, sliding_window and target_layer_ids change one that continues.
-    num_layers: int = field(default=5, metadata={"help": "Layers of a new drafter."})
+    num_layers: int | None = field(default=None, metadata={"help": "Layers of a new drafter."})
     num_attention_heads: int | None = field(default=None, metadata={"help": "Attention heads of a new drafter."})
     num_key_value_heads: int | None = field(default=None, metadata={"help": "Key-value heads of a new drafter."})
     head_dim: int | None = field(default=None, metadata={"help": "Size of an attention head of a new drafter."})
@@ -67,7 +66,7 @@ def main() -> None:
             read_completions(path),
             tokenizer,
             max_length=args.max_length or args.row_length,
-            enable_thinking=recipe.enable_thinking,
+            enable_thinking=args.enable_thinking,
             eos_token_ids=target.eos_token_ids,
         )
 
@@ -94,14 +93,21 @@ def new_drafter(recipe: RecipeArguments) -> DFlashDraftModel:
     given = {name: getattr(recipe, name) for name in names if getattr(recipe, name) is not None}
     if recipe.sliding_window is not None:
         given["use_sliding_window"] = True
+    if recipe.num_layers is not None:
+        given["num_hidden_layers"] = recipe.num_layers
     target_config = AutoConfig.from_pretrained(recipe.target)
-    return DFlashDraftModel(
-        DFlashDraftConfig.from_target_config(target_config, num_hidden_layers=recipe.num_layers, **given)
-    )
+    return DFlashDraftModel(DFlashDraftConfig.from_target_config(target_config, **given))
 
 
 def continued_drafter(recipe: RecipeArguments) -> DFlashDraftModel:
     """A trained drafter, with the changes that the recipe names."""
+    fixed = ("num_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+    given = [name for name in (*fixed, "layer_types", "mask_token_id") if getattr(recipe, name) is not None]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)} cannot be given together with drafter={recipe.drafter}: a drafter that continues "
+            "keeps its shape and mask token. Leave them out, or leave out the drafter to train a new one."
+        )
     return adapt(
         DFlashDraftModel.from_pretrained(recipe.drafter),
         block_size=recipe.block_size,

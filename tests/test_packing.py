@@ -121,11 +121,20 @@ def test_every_document_is_in_one_row_of_every_epoch():
     assert list(packed) == [packed[0, row] for row in range(len(packed))]
 
 
-def test_packing_depends_on_data_and_seed_alone():
+def test_packing_depends_on_data_seed_and_epoch_alone():
     documents = [{"input_ids": [1] * length, "supervised_spans": []} for length in [30, 20, 10] * 20]
-    rows = {seed: list(PackedDataset(documents, 64, seed=seed)) for seed in (0, 1)}
-    assert rows[0] == list(PackedDataset(documents, 64, seed=0))
-    assert rows[0] != rows[1] and len(rows[0]) == len(rows[1])
+
+    def rows(packed, epoch):
+        return [[item["document"] for item in packed[epoch, row]["documents"]] for row in range(len(packed))]
+
+    packed = PackedDataset(documents, 64, seed=0)
+    first, second = rows(packed, 0), rows(packed, 1)
+    # Going back and forth, and starting in the middle, change nothing.
+    assert rows(packed, 0) == first and rows(PackedDataset(documents, 64, seed=0), 1) == second
+    other_seed = rows(PackedDataset(documents, 64, seed=1), 0)
+    assert len({len(r) for r in (first, second, other_seed)}) == 1
+    companions = [{frozenset(row) for row in r} for r in (first, second, other_seed)]
+    assert companions[0] != companions[1] and companions[0] != companions[2]
 
 
 def test_packed_dataset_travels_to_a_worker():

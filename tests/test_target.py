@@ -349,11 +349,11 @@ def test_check_drafter_accepts_a_drafter_made_for_the_target():
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("hidden_size", 128, "hidden_size is 128, the target's is 64"),
-        ("num_target_layers", 9, "num_target_layers is 9, the target's is 6"),
-        ("target_layer_ids", [1, 4], r"target_layer_ids is \[1, 4\].* is \[1, 3\]"),
-        ("vocab_size", 264, "vocab_size is 264.* 272 rows"),
-        ("mask_token_id", 272, "mask_token_id=272 is outside .* 272 rows"),
+        ("hidden_size", 128, "hidden_size .*128.* 64"),
+        ("num_target_layers", 9, "num_target_layers .*9.* 6"),
+        ("target_layer_ids", [1, 4], r"target_layer_ids .*\[1, 4\].*\[1, 3\]"),
+        ("vocab_size", 264, "vocab_size .*264.* 272"),
+        ("mask_token_id", 272, "mask_token_id=272 .* 272 rows"),
     ],
 )
 def test_check_drafter_names_what_differs(field, value, message):

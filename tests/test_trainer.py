@@ -737,10 +737,10 @@ def test_arguments_of_the_wrong_class_are_refused(target, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"hidden_size": 128}, "hidden_size is 128, the target's is 64"),
-        ({"num_target_layers": 8}, "num_target_layers is 8, the target's is 6"),
-        ({"mask_token_id": 272, "vocab_size": 300}, "mask_token_id=272 is outside the target's embedding of 272 rows"),
-        ({"vocab_size": 300}, "vocab_size is 300"),
+        ({"hidden_size": 128}, "hidden_size .*128.* 64"),
+        ({"num_target_layers": 8}, "num_target_layers .*8.* 6"),
+        ({"mask_token_id": 272, "vocab_size": 300}, "mask_token_id=272 .* 272 rows"),
+        ({"vocab_size": 300}, "vocab_size .*300.* 272"),
     ],
 )
 def test_a_drafter_for_another_target_is_refused(target, tmp_path, overrides, message):
