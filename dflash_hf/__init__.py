@@ -7,12 +7,14 @@ variable `DFLASH_HF_AUTO_CLASSES=0` to leave them as they are.
 
 import os
 
+from .adapting import adapt
 from .auto_classes import register_auto_classes
 from .configuration_dflash import DFlashDraftConfig, default_target_layer_ids
 from .conversations import read_completions, tokenize_completions, tokenize_conversation
 from .data_collator import DataCollatorForDFlash
 from .modeling_dflash import DFlashDraftModel
 from .packing import PackedDataset
+from .speculators_conversion import convert_speculators
 from .target import FrozenTarget
 from .trainer import DFlashTrainer
 from .training_args import DFlashTrainingArguments
@@ -32,6 +34,8 @@ __all__ = [
     "DataCollatorForDFlash",
     "FrozenTarget",
     "PackedDataset",
+    "adapt",
+    "convert_speculators",
     "default_target_layer_ids",
     "read_completions",
     "tokenize_completions",

@@ -99,7 +99,9 @@ def layout_problems(raw: dict[str, Any], nested: dict[str, Any], rope: dict[str,
     for where, fields in (("", raw), ("dflash_config.", nested), ("rope_parameters.", rope)):
         for name, layout in OTHER_LAYOUTS.items():
             if fields.get(name):
-                way_out = "convert it first" if layout == "speculators" else "use the code that made the checkpoint"
+                way_out = "use the code that made the checkpoint"
+                if layout == "speculators":
+                    way_out = "convert it with dflash_hf.convert_speculators"
                 problems.append(
                     f"{where}{name} is {fields[name]!r}: this is the layout of {layout}, which is not the one trained "
                     f"here; {way_out}."

@@ -350,3 +350,19 @@ def test_reports_that_cannot_be_compared_are_refused():
     for wrong in ({"confidence": 95}, {"confidence": 0}, {"resamples": 0}):
         with pytest.raises(ValueError, match="expected a share between 0 and 1"):
             report.bootstrap_interval(**wrong)
+
+
+def test_a_target_that_scales_its_embeddings_drafts_from_plain_rows(monkeypatch):
+    """`generate` would call the scaling module; the drafter was trained on the rows themselves."""
+    target = dense_target()
+    drafter = drafter_for(target)
+    expected = decode(target, drafter, IDS, 20)
+    embedding = target.get_input_embeddings()
+    monkeypatch.setattr(embedding, "forward", lambda ids: 8 * torch.nn.functional.embedding(ids, embedding.weight))
+    seen = []
+    handle = drafter.register_forward_hook(lambda m, args, kwargs, out: seen.append(args[0]), with_kwargs=True)
+    scaled = decode(target, drafter, IDS, 20)
+    handle.remove()
+    mask_row = embedding.weight[drafter.config.mask_token_id]
+    assert seen and all(torch.equal(noise[0, 1], mask_row) for noise in seen)
+    assert scaled.sequences.shape == expected.sequences.shape

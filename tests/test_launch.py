@@ -39,7 +39,7 @@ class Recorded(DFlashTrainer):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
-def run(num_supervised, rows_per_step, evaluate=False, resume=None, **arguments):
+def run(num_supervised, rows_per_step, evaluate=False, train=True, resume=None, **arguments):
     """Train with plain SGD, so that a wrong factor of the gradients shows."""
     # Asking accelerate before the arguments have set it up would make this one process.
     world = int(os.environ.get("WORLD_SIZE", 1))
@@ -62,7 +62,7 @@ def run(num_supervised, rows_per_step, evaluate=False, resume=None, **arguments)
     result = {}
     if evaluate:
         result["metrics"] = trainer.evaluate()
-    else:
+    if train:
         trainer.train(resume_from_checkpoint=resume and f"{sys.argv[1]}/run/checkpoint-{resume}")
     logs = trainer.state.log_history
     result |= {
@@ -87,7 +87,8 @@ if __name__ == "__main__":
         "five_rows": run([2, 9, 2, 9, 6], rows_per_step=2, max_steps=-1, num_train_epochs=1),
         "saved": run([2, 9, 6, 12], rows_per_step=2, max_steps=4, save_strategy="steps", save_steps=3),
         "resumed": run([2, 9, 6, 12], rows_per_step=2, max_steps=4, resume=3),
-        "evaluation": run([2, 9, 6], rows_per_step=2, evaluate=True),
+        "evaluation": run([2, 9, 6], rows_per_step=2, evaluate=True, train=False),
+        "evaluated_first": run([2, 9, 2, 9], rows_per_step=2, evaluate=True),
     }
     state = PartialState()
     torch.save(results, f"{sys.argv[1]}/{state.process_index}.pt")
@@ -159,10 +160,11 @@ def test_the_ranks_are_two_and_wrapped(ranks):
     for rank in ranks:
         for result in rank.values():
             assert result["world"] == 2
-        assert rank["two_rows"]["wrapped"] == "DistributedDataParallel"
+        for case in ("two_rows", "evaluated_first"):
+            assert rank[case]["wrapped"] == "DistributedDataParallel"
 
 
-@pytest.mark.parametrize("case", ["two_rows", "four_rows"])
+@pytest.mark.parametrize("case", ["two_rows", "four_rows", "evaluated_first"])
 def test_d2_two_ranks_equal_one_process_that_accumulates(alone, ranks, case):
     """Rows of few and of many labels: a mean per rank would weight them differently."""
     counted = [count for rank in ranks for count in rank[case]["counted"]]

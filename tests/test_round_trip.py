@@ -410,3 +410,19 @@ def test_c2_saving_with_a_push_uploads_what_was_written(tmp_path, uploads):
     (files,) = uploads
     assert json.loads(files["config.json"])["dtype"] == "bfloat16"
     assert files["model.safetensors"] == (tmp_path / "model.safetensors").read_bytes()
+
+
+def test_an_index_of_an_earlier_sharded_save_does_not_stay(tmp_path):
+    drafter = DFlashDraftModel.from_pretrained(write_folder(tmp_path / "published", small(QWEN3_8B)))
+    drafter.save_pretrained(tmp_path / "saved", max_shard_size=1000)
+    assert (tmp_path / "saved" / "model.safetensors.index.json").exists()
+    drafter.save_pretrained(tmp_path / "saved")
+    again = DFlashDraftModel.from_pretrained(tmp_path / "saved")
+    assert all(torch.equal(a, b) for a, b in zip(drafter.parameters(), again.parameters(), strict=True))
+
+
+def test_a_configuration_that_was_made_wrong_is_not_saved(tmp_path):
+    drafter = DFlashDraftModel.from_pretrained(write_folder(tmp_path / "published", small(QWEN3_8B)))
+    drafter.config.mask_token_id = 10**6
+    with pytest.raises(ValueError, match="mask_token_id=1000000 is outside"):
+        drafter.save_pretrained(tmp_path / "saved")

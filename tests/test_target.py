@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tiny import HIDDEN_SIZE, MASK_TOKEN_ID, VOCAB_SIZE, dense_target, hybrid_target, llama_target
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3Model
 
@@ -412,3 +413,22 @@ def test_logits_are_multiplied_in_the_heads_type():
 def test_a_model_without_a_head_is_refused():
     with pytest.raises(ValueError, match="Qwen3Model has no output head"):
         FrozenHead(Qwen3Model(dense_target(num_layers=1).config), "cpu")
+
+
+def test_a_target_without_weights_or_of_another_kind_is_refused():
+    target = dense_target()
+    with pytest.raises(TypeError, match="The target is a int"):
+        FrozenTarget(3, [1])
+    with pytest.raises(ValueError, match="meta device"):
+        FrozenTarget(target.to("meta"), [1])
+
+
+def test_a_target_wrapped_by_peft_gives_its_adapted_hidden_states():
+    target = dense_target()
+    ids = torch.arange(1, 12)[None]
+    plain = FrozenTarget(target, [1, 3]).context_hidden_states(ids)
+    wrapped = get_peft_model(target, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    adapted = FrozenTarget(wrapped, [1, 3]).context_hidden_states(ids)
+    expected = wrapped(ids, output_hidden_states=True).hidden_states
+    assert not torch.allclose(adapted, plain)
+    torch.testing.assert_close(adapted, torch.cat([expected[2], expected[4]], dim=-1), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the trainer says about data, tokens and arguments that cannot work, before any step is taken."""
+
+import datasets
+import pytest
+import torch
+from test_trainer import make_arguments, make_documents, make_drafter, make_trainer
+from tiny import CHATML_TEMPLATE, MASK_TOKEN_ID, byte_tokenizer, dense_target
+from transformers.utils import logging as hf_logging
+
+from dflash_hf import DFlashTrainer, PackedDataset
+from dflash_hf.trainer import add_context_noise
+
+
+@pytest.fixture(scope="module")
+def target():
+    return dense_target()
+
+
+@pytest.fixture
+def warnings_of_the_package(caplog):
+    logger = hf_logging.get_logger("dflash_hf")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_token_ids_outside_the_embedding_are_refused(target, tmp_path, packed):
+    documents = make_documents(3)
+    documents[1]["input_ids"][4] = 272
+    with pytest.raises(ValueError, match=r"Document 1 holds the token id 272.*272 rows.*tokenizer"):
+        make_trainer(target, tmp_path, documents=PackedDataset(documents, 32) if packed else documents)
+
+
+def test_the_mask_token_in_the_data_is_said(target, tmp_path, warnings_of_the_package):
+    documents = make_documents(3)
+    documents[2]["input_ids"][4] = MASK_TOKEN_ID
+    make_trainer(target, tmp_path, documents=documents)
+    assert "occurs in the data, first in document 2" in warnings_of_the_package.text
+
+
+def test_a_mask_token_that_ends_the_targets_texts_is_refused(tmp_path):
+    target = dense_target()
+    target.generation_config.eos_token_id = [258, MASK_TOKEN_ID]
+    with pytest.raises(ValueError, match=f"mask_token_id={MASK_TOKEN_ID} ends the target's texts"):
+        make_trainer(target, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (datasets.DatasetDict({"train": datasets.Dataset.from_list(make_documents(2))}), "DatasetDict.*one split"),
+        ([*make_documents(1), {"input_ids": [1, 2]}], r"Row 1 of the data has the columns \['input_ids'\]"),
+        ([], r"Row 0 of the data has the columns \[\]"),
+        ("completions.jsonl", "The data is a str"),
+    ],
+)
+def test_data_of_another_kind_is_refused(target, tmp_path, data, message):
+    arguments = make_arguments(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        DFlashTrainer(make_drafter(target), target, arguments, train_dataset=data)
+
+
+def test_arguments_that_would_have_no_effect_are_refused(target, tmp_path):
+    with pytest.raises(ValueError, match="label_smoothing_factor"):
+        make_arguments(tmp_path, label_smoothing_factor=0.1)
+    with pytest.raises(ValueError, match="compute_metrics would never be called"):
+        DFlashTrainer(make_drafter(target), target, make_arguments(tmp_path), compute_metrics=lambda p: {})
+
+
+def test_thinking_is_handed_to_the_template(target, tmp_path):
+    tokenizer = byte_tokenizer(
+        CHATML_TEMPLATE.replace(
+            "<|im_start|>assistant\n{%", "<|im_start|>assistant\n{% if enable_thinking %}T{% endif %}{%"
+        )
+    )
+    assert "enable_thinking" in tokenizer.chat_template
+    chats = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Tb"}]}]
+    starts = []
+    for enable_thinking in (True, False):
+        arguments = make_arguments(tmp_path, row_length=96, enable_thinking=enable_thinking)
+        trainer = DFlashTrainer(
+            make_drafter(target), target, arguments, train_dataset=chats, processing_class=tokenizer
+        )
+        starts.append(trainer.train_dataset[0]["documents"][0]["supervised_spans"][0][0])
+    # With thinking the generation prompt itself writes the "T".
+    assert starts[0] == starts[1] + 1
+
+
+def test_l4_noise_reaches_large_hidden_states_of_a_bf16_target(tmp_path):
+    """In bf16 a step of 0.05 beside a value of 32 is rounded away."""
+    trainer = make_trainer(dense_target().bfloat16(), tmp_path, context_noise=0.05)
+    seen = []
+    handle = trainer.model.fc.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach().clone()))
+    trainer.target.context_hidden_states = lambda ids, lengths: torch.full((*ids.shape, 128), 32.0).bfloat16()
+    trainer.train()
+    handle.remove()
+    assert (seen[0] != 32.0).float().mean() > 0.9
+    assert (seen[0] - 32.0).abs().max() <= 0.05 + 1e-6
+
+
+def test_a_loss_that_is_not_finite_is_logged_as_it_is(target, tmp_path):
+    trainer = make_trainer(target, tmp_path)
+    with torch.no_grad():
+        trainer.model.norm.weight.fill_(float("nan"))
+    trainer.train()
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert losses and all(loss != loss for loss in losses)
+
+
+def test_noise_of_zero_is_the_input_itself():
+    context = torch.randn(1, 4, 8)
+    assert add_context_noise(context, [[4]], [[1]], 0.0) is context
