@@ -5,7 +5,6 @@ Shapes: M blocks, b block size, D hidden size, V vocabulary. Slot 0 of a block i
 multiplied with the head.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -229,7 +228,7 @@ def make_objective(name: str, block_size: int, gamma: float | None = None, alpha
     """
     if name == "cross_entropy":
         gamma = default_gamma(block_size) if gamma is None else gamma
-        if not gamma > 0 or math.isnan(gamma):
+        if not gamma > 0:  # false for nan too
             raise ValueError(f"loss_gamma={gamma} must be positive: it is the decay length of the weights in slots.")
         return DecayedCrossEntropy(gamma)
     if name == "dpace":

@@ -221,6 +221,11 @@ class DFlashTrainer(Trainer):
         """
         config = self.accelerator.unwrap_model(self.model).config
         labels, anchors = inputs["labels"], inputs["anchor_positions"]
+        if labels.shape[-1] != config.block_size:
+            raise ValueError(
+                f"The collator makes blocks of {labels.shape[-1]} slots, the drafter's block_size is "
+                f"{config.block_size}. Give both the same, or leave data_collator out."
+            )
         context = self.target.context_hidden_states(inputs["input_ids"], inputs["document_lengths"])
         # Noise is small beside large hidden states and would be rounded away in bf16, so it is added in fp32.
         context = context.to(device=labels.device, dtype=torch.float32, non_blocking=True)

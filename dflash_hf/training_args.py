@@ -100,6 +100,17 @@ class DFlashTrainingArguments(TrainingArguments):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1.")
+        for name in ("bf16_full_eval", "fp16_full_eval"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"{name}=True casts the drafter itself, so that a later training step would have no fp32 masters. "
+                    "Leave it False; with bf16=True evaluation runs under autocast already."
+                )
+        if isinstance(self.target_model_init_kwargs, dict) and "token" in self.target_model_init_kwargs:
+            raise ValueError(
+                "target_model_init_kwargs holds a token, which would be written into every checkpoint with the "
+                "arguments. Set the environment variable HF_TOKEN, or log in with `hf auth login`."
+            )
         if self.label_smoothing_factor:
             raise ValueError(
                 f"label_smoothing_factor={self.label_smoothing_factor} has no effect on a drafter's objective, which "

@@ -8,7 +8,7 @@ from test_trainer import make_arguments, make_documents, make_drafter, make_trai
 from tiny import CHATML_TEMPLATE, MASK_TOKEN_ID, byte_tokenizer, dense_target
 from transformers.utils import logging as hf_logging
 
-from dflash_hf import DFlashTrainer, PackedDataset
+from dflash_hf import DataCollatorForDFlash, DFlashTrainer, PackedDataset
 from dflash_hf.trainer import add_context_noise
 
 
@@ -67,6 +67,25 @@ def test_arguments_that_would_have_no_effect_are_refused(target, tmp_path):
         make_arguments(tmp_path, label_smoothing_factor=0.1)
     with pytest.raises(ValueError, match="compute_metrics would never be called"):
         DFlashTrainer(make_drafter(target), target, make_arguments(tmp_path), compute_metrics=lambda p: {})
+
+
+@pytest.mark.parametrize("name", ["bf16_full_eval", "fp16_full_eval"])
+def test_t5_casting_the_masters_for_evaluation_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=f"{name}=True.*fp32 masters"):
+        make_arguments(tmp_path, **{name: True})
+
+
+def test_hb1_a_token_among_the_arguments_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="HF_TOKEN") as error:
+        make_arguments(tmp_path, target_model_init_kwargs={"token": "planted-secret"})
+    assert "planted-secret" not in str(error.value)
+
+
+def test_a_collator_of_another_block_size_is_refused(target, tmp_path):
+    collator, documents = DataCollatorForDFlash(block_size=8), make_documents(2)
+    trainer = DFlashTrainer(make_drafter(target), target, make_arguments(tmp_path), collator, documents)
+    with pytest.raises(ValueError, match="blocks of 8 slots, the drafter's block_size is 4"):
+        trainer.train()
 
 
 def test_thinking_is_handed_to_the_template(target, tmp_path):
