@@ -199,12 +199,12 @@ def plot_training(history: list[dict], path: Path) -> None:
     from matplotlib import pyplot
 
     logs = [entry for entry in history if "loss" in entry]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 4))
     steps = [entry["step"] for entry in logs]
     left.plot(steps, [entry["loss"] for entry in logs])
     left.set(xlabel="step", ylabel="loss (weighted mean)")
     right.plot(steps, [entry["acceptance_length"] for entry in logs])
-    right.set(xlabel="step", ylabel="acceptance length at random anchors")
+    right.set(xlabel="step", ylabel="acceptance length")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
