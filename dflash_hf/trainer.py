@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from datasets import Dataset, DatasetDict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
-from transformers.trainer_utils import EvalLoopOutput
-from transformers.utils import logging
+from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint
+from transformers.utils import CONFIG_NAME, logging
 
 from .adapting import check_continuing, scan_token_ids
 from .configuration_dflash import DFlashDraftConfig
@@ -23,6 +23,9 @@ from .training_args import DFlashTrainingArguments
 
 
 logger = logging.get_logger(__name__)
+
+# Fields of a saved configuration that say how it was saved, not what the drafter is.
+RUN_FIELDS = ("_name_or_path", "architectures", "auto_map", "dtype", "transformers_version")
 
 
 class _SetEpoch(TrainerCallback):
@@ -40,8 +43,8 @@ class DFlashTrainer(Trainer):
     Trains a drafter on the hidden states of a frozen target, computed as they are needed.
 
     Args:
-        model (`DFlashDraftModel`):
-            The drafter. Its parameters are kept in fp32.
+        model (`DFlashDraftModel` or `str`):
+            The drafter, or the folder or Hub id of one to continue. Its parameters are kept in fp32.
         target_model (`str`, `PreTrainedModel` or `FrozenTarget`):
             The target, by Hub id, folder or loaded. It is frozen and belongs to no checkpoint.
         args (`DFlashTrainingArguments`, *optional*):
@@ -66,7 +69,7 @@ class DFlashTrainer(Trainer):
 
     def __init__(
         self,
-        model: DFlashDraftModel,
+        model: "DFlashDraftModel | str | Path",
         target_model: "str | Path | PreTrainedModel | FrozenTarget",
         args: DFlashTrainingArguments | None = None,
         data_collator: Any = None,
@@ -81,9 +84,10 @@ class DFlashTrainer(Trainer):
                 f"args is a {type(args).__name__}; DFlashTrainer needs DFlashTrainingArguments, which knows the "
                 "anchors, the noise and the packing."
             )
-        if not isinstance(model.config, DFlashDraftConfig):
+        drafter: Any = DFlashDraftModel.from_pretrained(model) if isinstance(model, str | Path) else model
+        if not isinstance(drafter.config, DFlashDraftConfig):
             raise ValueError(
-                f"model is a {type(model).__name__}; DFlashTrainer trains a DFlashDraftModel, and the target goes "
+                f"model is a {type(drafter).__name__}; DFlashTrainer trains a DFlashDraftModel, and the target goes "
                 "into target_model. Swap them, or make a drafter with DFlashDraftConfig.from_target_config."
             )
         if kwargs.get("compute_metrics") is not None:
@@ -91,13 +95,13 @@ class DFlashTrainer(Trainer):
                 "compute_metrics would never be called, since no logits are kept: evaluation reports the loss, the "
                 "acceptance length and the accuracy per slot. Leave it out."
             )
-        config = model.config
+        config = drafter.config
         self.objective = make_objective(args.objective, config.block_size, args.loss_gamma, args.dpace_alpha)
         self.target = _frozen_target(target_model, config.target_layer_ids, args)
         tokenizer = processing_class if isinstance(processing_class, PreTrainedTokenizerBase) else None
         check_continuing(config, self.target, tokenizer)
         self.head = FrozenHead(self.target.model, args.device)
-        _prepare_drafter(model, args)
+        _prepare_drafter(drafter, args)
         self.args, self._tokenizer, self._drafter_config = args, tokenizer, config
         if isinstance(eval_dataset, dict) and not isinstance(eval_dataset, DatasetDict):
             eval_dataset = {name: self._pack(data) for name, data in eval_dataset.items()}
@@ -114,7 +118,7 @@ class DFlashTrainer(Trainer):
                 max_anchors_per_row=args.max_anchors_per_row or max(1, row_length // 4),
             )
         super().__init__(
-            model=model,
+            model=drafter,
             args=args,
             data_collator=data_collator,
             train_dataset=train_dataset,
@@ -122,7 +126,7 @@ class DFlashTrainer(Trainer):
             processing_class=processing_class,
             **kwargs,
         )
-        self._num_parameters = sum(p.numel() for p in model.parameters())
+        self._num_parameters = sum(p.numel() for p in drafter.parameters())
         self._train_sums = BlockSums.zeros(config.block_size, args.device)
         self._eval_sums = BlockSums.zeros(config.block_size, args.device)
 
@@ -152,7 +156,9 @@ class DFlashTrainer(Trainer):
                 f"The data is a {type(data).__name__}; rows are packed from known lengths, so give a "
                 "datasets.Dataset (one split), a list of documents or a PackedDataset."
             )
-        columns = data.column_names if isinstance(data, Dataset) else list(data[0]) if len(data) else []
+        if len(data) == 0:
+            raise ValueError("The data has no documents; expected at least one. Check the file and its filters.")
+        columns = data.column_names if isinstance(data, Dataset) else list(data[0])
         if "messages" in columns:
             if self._tokenizer is None:
                 raise ValueError(
@@ -167,7 +173,7 @@ class DFlashTrainer(Trainer):
                 eos_token_ids=self.target.eos_token_ids,
             )
         rows = [columns] if isinstance(data, Dataset) else data
-        for index, names in enumerate(rows or [[]]):
+        for index, names in enumerate(rows):
             if not {"input_ids", "supervised_spans"} <= set(names):
                 raise ValueError(
                     f"Row {index} of the data has the columns {list(names)}; expected chats (`messages`) or documents "
@@ -196,6 +202,23 @@ class DFlashTrainer(Trainer):
         self.remove_callback(_SetEpoch)
         self.add_callback(_SetEpoch(sampler))
         return sampler
+
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        """The parent's training; a checkpoint of another drafter is refused before it is loaded."""
+        folder = resume_from_checkpoint
+        if folder is True:
+            folder = get_last_checkpoint(self.args.output_dir)
+        if isinstance(folder, str | Path) and (Path(folder) / CONFIG_NAME).exists():
+            saved, own = DFlashDraftConfig.from_pretrained(folder).to_dict(), self._drafter_config.to_dict()
+            names = sorted(name for name in saved.keys() & own.keys() if saved[name] != own[name])
+            names = [name for name in names if name not in RUN_FIELDS]
+            if names:
+                differences = ", ".join(f"{name} {saved[name]} there and {own[name]} here" for name in names)
+                raise ValueError(
+                    f"The checkpoint {folder} is of another drafter: {differences}. Resume with the drafter it was "
+                    "made from, or load it with from_pretrained, change it with dflash_hf.adapt, and train anew."
+                )
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """Collect the micro-batches of one optimizer step and what the step's loss is divided by, over all ranks."""

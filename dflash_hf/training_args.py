@@ -91,6 +91,9 @@ class DFlashTrainingArguments(TrainingArguments):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.device.type == "cpu":
+            # Pinned memory speeds up copies to an accelerator; without one, torch warns at every dataloader.
+            self.dataloader_pin_memory = False
         if self.remove_unused_columns:
             raise ValueError(
                 "remove_unused_columns=True would drop every column before the collator, since the drafter's forward "

@@ -263,7 +263,7 @@ FIELD_RULES = (
     Rule("tap_order", "ascending, each layer once", STRICT, _check_tap_order),
     Rule("tap_range", "layers before the last one", ALL, _check_tap_range),
     Rule("num_target_layers", "the target's depth", others("vLLM"), _check_num_target_layers),
-    Rule("mask_token_id", "an id that texts do not use", ALL, _check_mask_token_id),
+    Rule("mask_token_id", "an id inside the vocabulary", ALL, _check_mask_token_id),
     Rule("same_spelling", "two spellings agree", ALL, _check_same_spelling),
     Rule("both_spellings", "written where each reader looks", ALL, _check_both_spellings),
     Rule("partly_read", "no field that only some apply", ALL, _check_partly_read),

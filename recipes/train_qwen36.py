@@ -80,10 +80,15 @@ def main() -> None:
         eval_dataset=documents(recipe.eval_completions) if recipe.eval_completions else None,
         processing_class=tokenizer,
     )
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    # "true" means the last checkpoint in output_dir, as in Python.
+    resume = {"true": True, "false": None}.get(str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     if recipe.eval_completions:
-        trainer.save_metrics("eval", trainer.evaluate())
+        metrics = trainer.evaluate()
+        trainer.log_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
+    print(f"The drafter is in {args.output_dir}; next: dflash-hf validate {args.output_dir}")
 
 
 def new_drafter(recipe: RecipeArguments) -> DFlashDraftModel:

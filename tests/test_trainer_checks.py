@@ -8,7 +8,7 @@ from test_trainer import make_arguments, make_documents, make_drafter, make_trai
 from tiny import CHATML_TEMPLATE, MASK_TOKEN_ID, byte_tokenizer, dense_target
 from transformers.utils import logging as hf_logging
 
-from dflash_hf import DataCollatorForDFlash, DFlashTrainer, PackedDataset
+from dflash_hf import DataCollatorForDFlash, DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, PackedDataset
 from dflash_hf.trainer import add_context_noise
 
 
@@ -52,7 +52,7 @@ def test_a_mask_token_that_ends_the_targets_texts_is_refused(tmp_path):
     [
         (datasets.DatasetDict({"train": datasets.Dataset.from_list(make_documents(2))}), "DatasetDict.*one split"),
         ([*make_documents(1), {"input_ids": [1, 2]}], r"Row 1 of the data has the columns \['input_ids'\]"),
-        ([], r"Row 0 of the data has the columns \[\]"),
+        ([], "The data has no documents"),
         ("completions.jsonl", "The data is a str"),
     ],
 )
@@ -60,6 +60,36 @@ def test_data_of_another_kind_is_refused(target, tmp_path, data, message):
     arguments = make_arguments(tmp_path)
     with pytest.raises(ValueError, match=message):
         DFlashTrainer(make_drafter(target), target, arguments, train_dataset=data)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"block_size": 8},
+        {"num_taps": None, "target_layer_ids": [2, 4]},
+        {"mask_token_id": 261},
+        {"num_hidden_layers": 1},
+    ],
+)
+def test_a_checkpoint_of_another_drafter_is_not_resumed(target, tmp_path, overrides):
+    arguments = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    make_trainer(target, tmp_path, **arguments).train()
+    if "target_layer_ids" in overrides:
+        config = make_drafter(target).config.to_dict()
+        config["dflash_config"] |= overrides
+        drafter = DFlashDraftModel(DFlashDraftConfig.from_dict(config))
+    else:
+        drafter = make_drafter(target, **overrides)
+    other = make_trainer(target, tmp_path, drafter=drafter, **{**arguments, "max_steps": 2})
+    with pytest.raises(ValueError, match=r"checkpoint-1 is of another drafter.*adapt"):
+        other.train(resume_from_checkpoint=True)
+
+
+def test_a_drafter_given_by_folder_continues(target, tmp_path):
+    make_drafter(target).save_pretrained(tmp_path / "drafter")
+    trainer = DFlashTrainer(tmp_path / "drafter", target, make_arguments(tmp_path), train_dataset=make_documents(2))
+    for given, expected in zip(trainer.model.parameters(), make_drafter(target).parameters(), strict=True):
+        assert torch.equal(given, expected)
 
 
 def test_arguments_that_would_have_no_effect_are_refused(target, tmp_path):

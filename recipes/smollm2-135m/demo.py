@@ -141,7 +141,7 @@ def compare_answers(target, drafter, tokenizer, rows: list[dict], max_new_tokens
     """Speculative and plain greedy answers to the same prompts."""
     answers = []
     for row, ids in zip(rows, prompt_ids(rows, tokenizer), strict=True):
-        ids = torch.tensor([ids])
+        ids = torch.tensor([ids], device=target.device)
         speculative = decode(target, drafter, ids, max_new_tokens)
         greedy = target.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False
@@ -186,7 +186,8 @@ def report(before, after, answers: list[dict], evaluation: dict, folder: Path) -
     for answer in answers:
         rate = sum(answer["committed"]) / max(len(answer["committed"]), 1)
         text = " ".join(answer["speculative"].split())
-        lines.append(f"| {'yes' if answer['equal'] else 'NO'} | {rate:.2f} | {answer['prompt']} | {text[:60]}... |")
+        text = text if len(text) <= 60 else text[:57] + "..."
+        lines.append(f"| {'yes' if answer['equal'] else 'NO'} | {rate:.2f} | {answer['prompt']} | {text} |")
     print("\n".join(lines))
     (folder / "results.json").write_text(json.dumps(results, indent=1))
 
