@@ -14,12 +14,11 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
+from .losses import IGNORE_INDEX
 from .packing import Documents, document_lengths, document_spans, seeded_permutation
 
 
 logger = logging.get_logger(__name__)
-
-IGNORE_INDEX = -100
 
 
 def document_seed(seed: int, epoch: int, document: int, purpose: str) -> int:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .modeling_dflash import DFlashDraftModel
-from .target import check_fits
+from .target import block_inputs, check_fits
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,9 @@ def draft_block(
     """
     mask_token_id = drafter.config.mask_token_id
     assert mask_token_id is not None  # its configuration refuses that
-    block = anchor.repeat(1, drafter.config.block_size)
-    block[:, 1:] = mask_token_id
-    # The plain rows of the table: a norm or scale that the target puts on its embeddings is not the drafter's.
     table, head = target.get_input_embeddings().get_parameter("weight"), target.get_output_embeddings()
-    noise_embeds = nn.functional.embedding(block.to(table.device), table).to(drafter.device, drafter.dtype)
-    hidden_states = drafter(noise_embeds, context).last_hidden_state[:, 1:]
+    noise_embeds = block_inputs(table, anchor.to(table.device), mask_token_id, drafter.config.block_size)
+    hidden_states = drafter(noise_embeds.to(drafter.device, drafter.dtype), context).last_hidden_state[:, 1:]
     return head(hidden_states.to(head.weight.device, head.weight.dtype)).argmax(dim=-1).to(anchor.device)
 
 

@@ -30,7 +30,7 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class DecayedCrossEntropy:
-    """Cross-entropy with weights `exp(-(k-1)/gamma)` for slot k, divided by their sum (arXiv 2602.06036, eq. 4).
+    """Cross-entropy with weights `exp(-(k-1)/gamma)` for slot k, divided by their sum (arXiv 2602.06036).
 
     Args:
         gamma: Decay length in slots.

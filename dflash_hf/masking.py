@@ -141,14 +141,23 @@ def training_masks(
     queries = num_anchors * config.block_size
     shape = (rows, queries, document_ids.shape[1] + queries)
     masks: dict[str, Mask] = {}
-    for layer_idx, layer_type in enumerate(config.layer_types):
-        if layer_type not in masks:
-            window = config.sliding_window if layer_type == "sliding_attention" else None
-            mask_mod = make_mask_mod(
-                anchor_positions, document_ids, config.block_size, config.layer_is_causal(layer_idx), window
-            )
-            masks[layer_type] = materialize(mask_mod, config._attn_implementation, shape, document_ids.device, dtype)
+    for layer_type, _, causal, window in _layer_kinds(config):
+        mask_mod = make_mask_mod(anchor_positions, document_ids, config.block_size, causal, window)
+        masks[layer_type] = materialize(mask_mod, config._attn_implementation, shape, document_ids.device, dtype)
     return masks
+
+
+def _layer_kinds(config: PreTrainedConfig) -> list[tuple[str, int, bool, int | None]]:
+    """(layer type, its first layer, whether it is causal, its window) for each type that the drafter has."""
+    return [
+        (
+            layer_type,
+            config.layer_types.index(layer_type),
+            config.layer_is_causal(config.layer_types.index(layer_type)),
+            config.sliding_window if layer_type == "sliding_attention" else None,
+        )
+        for layer_type in dict.fromkeys(config.layer_types)
+    ]
 
 
 def decoding_masks(
@@ -173,11 +182,7 @@ def decoding_masks(
     rows, block_size = noise_embeds.shape[:2]
     device = noise_embeds.device
     masks: dict[str, Mask] = {}
-    for layer_idx, layer_type in enumerate(config.layer_types):
-        if layer_type in masks:
-            continue
-        causal = config.layer_is_causal(layer_idx)
-        window = config.sliding_window if layer_type == "sliding_attention" else None
+    for layer_type, layer_idx, causal, window in _layer_kinds(config):
         keys, first_key = num_context + block_size, 0
         if cache is not None:
             # DFlashCache adds the context rows itself, other caches count every new key as a query.

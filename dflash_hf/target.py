@@ -51,24 +51,32 @@ class FrozenHead:
         self.vocab_size: int = self.embedding_weight.shape[0]
 
     def noise_embeds(self, anchor_token_ids: torch.Tensor, mask_token_id: int, block_size: int) -> torch.Tensor:
-        """Raw embeddings of `[anchor, mask, ..., mask]` for every block.
-
-        Args:
-            anchor_token_ids (`torch.Tensor` of shape `[B, N]`): Token at each anchor.
-            mask_token_id: Token id of a slot to be drafted.
-            block_size: Slots per block, `b`.
-
-        Returns:
-            `torch.Tensor` of shape `[B, N * b, D]`, without any norm or scale that the target puts on embeddings.
-        """
-        rows, num_anchors = anchor_token_ids.shape
-        ids = anchor_token_ids.new_full((rows, num_anchors, block_size), mask_token_id)
-        ids[..., 0] = anchor_token_ids
-        return nn.functional.embedding(ids.flatten(1), self.embedding_weight)
+        """[`block_inputs`] from the target's embedding."""
+        return block_inputs(self.embedding_weight, anchor_token_ids, mask_token_id, block_size)
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits `[..., V]` of the drafter's output `[..., D]`, multiplied in the type of the head."""
         return self.head(hidden_states.to(self.head_dtype))
+
+
+def block_inputs(
+    embedding_weight: torch.Tensor, anchor_token_ids: torch.Tensor, mask_token_id: int, block_size: int
+) -> torch.Tensor:
+    """Raw embeddings of `[anchor, mask, ..., mask]` for every block.
+
+    Args:
+        embedding_weight (`torch.Tensor` of shape `[V, D]`): The target's embedding table.
+        anchor_token_ids (`torch.Tensor` of shape `[B, N]`): Token at each anchor.
+        mask_token_id: Token id of a slot to be drafted.
+        block_size: Slots per block, `b`.
+
+    Returns:
+        `torch.Tensor` of shape `[B, N * b, D]`, without any norm or scale that the target puts on embeddings.
+    """
+    rows, num_anchors = anchor_token_ids.shape
+    ids = anchor_token_ids.new_full((rows, num_anchors, block_size), mask_token_id)
+    ids[..., 0] = anchor_token_ids
+    return nn.functional.embedding(ids.flatten(1), embedding_weight)
 
 
 class FrozenTarget:

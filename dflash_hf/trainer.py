@@ -242,7 +242,7 @@ class DFlashTrainer(Trainer):
         Returns:
             The loss of this micro-batch, whose sum over the optimizer step (mean over ranks) is the step's loss.
         """
-        config = self.accelerator.unwrap_model(self.model).config
+        config: Any = self._drafter_config  # checked: none of its own fields is None
         labels, anchors = inputs["labels"], inputs["anchor_positions"]
         if labels.shape[-1] != config.block_size:
             raise ValueError(
