@@ -5,7 +5,7 @@ import datasets
 import pytest
 import torch
 from test_trainer import make_arguments, make_documents, make_drafter, make_trainer
-from tiny import CHATML_TEMPLATE, MASK_TOKEN_ID, byte_tokenizer, dense_target
+from tiny import CHATML_TEMPLATE, MASK_TOKEN_ID, byte_tokenizer, dense_target, hybrid_target
 from transformers.utils import logging as hf_logging
 
 from dflash_hf import DataCollatorForDFlash, DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, PackedDataset
@@ -161,3 +161,26 @@ def test_a_loss_that_is_not_finite_is_logged_as_it_is(target, tmp_path):
 def test_noise_of_zero_is_the_input_itself():
     context = torch.randn(1, 4, 8)
     assert add_context_noise(context, [[4]], [[1]], 0.0) is context
+
+
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+@pytest.mark.parametrize("make_target", [dense_target, hybrid_target])
+def test_h1_a_documents_context_is_its_own_whatever_side_the_tokenizer_pads(tmp_path, make_target, padding_side):
+    target, tokenizer = make_target(), byte_tokenizer()
+    tokenizer.padding_side = padding_side
+    chats = [
+        {"messages": [{"role": "user", "content": "ab" * n}, {"role": "assistant", "content": "cde" * n}]}
+        for n in (1, 2, 4)
+    ]
+    arguments = make_arguments(tmp_path, row_length=512, per_device_train_batch_size=2)
+    trainer = DFlashTrainer(make_drafter(target), target, arguments, train_dataset=chats, processing_class=tokenizer)
+    batch = next(iter(trainer.get_train_dataloader()))
+    context = trainer.target.context_hidden_states(batch["input_ids"], batch["document_lengths"])
+    (lengths,), start = batch["document_lengths"], 0
+    assert len(lengths) == 3 and len(set(lengths)) == 3
+    for length in lengths:
+        part = slice(start, start + length)
+        states = target(batch["input_ids"][:, part], output_hidden_states=True, use_cache=False).hidden_states
+        alone = torch.cat([states[i + 1] for i in trainer.target.target_layer_ids], dim=-1)
+        torch.testing.assert_close(context[:, part], alone, rtol=1e-5, atol=1e-5)
+        start += length
