@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.hooks import remove_hook_from_module
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -44,7 +45,8 @@ class FrozenHead:
         # One deepcopy of both keeps a tied weight tied.
         pair = nn.ModuleList([embedding, head])
         if not all(_is_on(p, device) for p in pair.parameters()):
-            pair = copy.deepcopy(pair).to(device)
+            # A target spread over devices moves its inputs by hooks, which the copy must not follow.
+            pair = remove_hook_from_module(copy.deepcopy(pair), recurse=True).to(device)
         self.embedding, self.head = pair.requires_grad_(False)
         self.embedding_weight: torch.Tensor = self.embedding.get_parameter("weight")
         self.head_dtype: torch.dtype = self.head.get_parameter("weight").dtype
@@ -196,7 +198,9 @@ class FrozenTarget:
     def _read_taps(self, input_ids: torch.Tensor) -> torch.Tensor:
         with self._hooks() as taps, suppress(_LastTapRead):
             self.model.get_decoder()(input_ids=input_ids, use_cache=False)
-        return torch.cat([taps[i] for i in self.target_layer_ids], dim=-1)
+        # A target spread over devices has its taps on several.
+        device = taps[self.target_layer_ids[-1]].device
+        return torch.cat([taps[i].to(device, non_blocking=True) for i in self.target_layer_ids], dim=-1)
 
     @contextmanager
     def _hooks(self) -> Iterator[dict[int, torch.Tensor]]:
