@@ -28,8 +28,14 @@ def placement(args: DFlashTrainingArguments) -> Placement:
     Raises:
         ValueError: When the layout does not fit the GPUs.
     """
+    return placements(args)[args.local_process_index]
+
+
+def placements(args: DFlashTrainingArguments) -> list[Placement]:
+    """Devices of all processes on this machine."""
     num_visible = torch.cuda.device_count() if args.device.type == "cuda" else 0
-    return place(args.local_process_index, local_world_size(args.world_size), num_visible, args.target_layout)
+    ranks = local_world_size(args.world_size)
+    return [place(rank, ranks, num_visible, args.target_layout) for rank in range(ranks)]
 
 
 def place_target(args: DFlashTrainingArguments) -> tuple[torch.device | None, dict[str, Any]]:
@@ -48,18 +54,22 @@ def place_target(args: DFlashTrainingArguments) -> tuple[torch.device | None, di
     return None, device_map_arguments(devices)
 
 
+def feature_copies(args: DFlashTrainingArguments) -> str:
+    """How hidden states cross, `"peer"` or `"host"`."""
+    if args.feature_copies == "auto":
+        return "host" if os.environ.get("NCCL_P2P_DISABLE") == "1" else "peer"
+    return args.feature_copies
+
+
 def make_pair(target: FrozenTarget, args: DFlashTrainingArguments) -> tuple[Prefetcher, Throughput]:
     """The prefetcher of a loaded target for this process's drafter, and what times the two."""
     # In the order of the layers: the hidden states come out where the last tap is.
     devices = list(dict.fromkeys(p.device for p in target.model.parameters()))
     last = next(target.layers[target.target_layer_ids[-1]].parameters()).device
     devices = [device for device in devices if device != last] + [last]
-    copies = args.feature_copies
-    if copies == "auto":
-        copies = "host" if os.environ.get("NCCL_P2P_DISABLE") == "1" else "peer"
     throughput = Throughput(args.device, devices, args.world_size)
     prefetcher = Prefetcher(
-        FeatureTransfer(target, devices, args.device, copies),
+        FeatureTransfer(target, devices, args.device, feature_copies(args)),
         args.device,
         args.prefetch_depth,
         throughput,
@@ -124,4 +134,12 @@ class PairCallback(ThroughputCallback):
             logger.warning_once(self.throughput.advice(args.prefetch_depth))
 
 
-__all__ = ["PairCallback", "make_pair", "pair_accelerator_args", "place_target", "placement"]
+__all__ = [
+    "PairCallback",
+    "feature_copies",
+    "make_pair",
+    "pair_accelerator_args",
+    "place_target",
+    "placement",
+    "placements",
+]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training arguments of a DFlash drafter; the defaults are the paper's where it gives them."""
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,6 +119,8 @@ class DFlashTrainingArguments(TrainingArguments):
     use_cache: bool = field(default=True, metadata={"help": "Written into the drafter's configuration."})
 
     def __post_init__(self):
+        # The parent checks the GPU's types before it hears that accelerate was told to keep to the CPU.
+        self.use_cpu = self.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
         super().__post_init__()
         if self.device.type == "cpu":
             # Pinned memory speeds up copies to an accelerator; without one, torch warns at every dataloader.
