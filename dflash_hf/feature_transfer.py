@@ -32,16 +32,17 @@ class Span:
     """A stretch of time, on the host or between two points of a CUDA stream; read without waiting for it."""
 
     def __init__(self, device: torch.device):
+        self._device = device
         self._cuda = device.type == "cuda"
         self._points: list = []
 
     def mark(self, stream: "torch.cuda.Stream | None" = None) -> None:
-        """Set the start, then the end, on a stream of the span's device (ignored on the host)."""
+        """Set the start, then the end, on a stream of the span's device: the current one unless given."""
         if not self._cuda:
             self._points.append(perf_counter())
             return
         point = torch.cuda.Event(enable_timing=True)
-        point.record(stream)
+        point.record(stream or torch.cuda.current_stream(self._device))
         self._points.append(point)
 
     @property
@@ -83,7 +84,7 @@ class FeatureTransfer:
         self._device = device
         self._through_host = copies == "host"
         self._cuda_devices = [d for d in target_devices if d.type == "cuda"] if device.type == "cuda" else []
-        # Streams of its own for the worker; the training thread's calls use the current ones.
+        # Always the same streams, whatever thread calls: memory is kept apart by stream.
         self._own_streams: dict[torch.device, torch.cuda.Stream] = {}
         self._copy_streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -98,28 +99,29 @@ class FeatureTransfer:
         Args:
             input_ids (`torch.Tensor` of shape `[B, T]`): On the target's device or, best, in pinned host memory.
             document_lengths: Lengths in tokens of the documents of each row.
-            in_order: Use the calling thread's current streams, behind all that the drafter's device has to do, so
-                that the two halves never run at the same time.
+            in_order: Start behind all that the drafter's device has to do, so that the two halves never run at the
+                same time.
         """
         if not self._cuda_devices:
             return self._run_on_host(input_ids, document_lengths)
         with ExitStack() as stack:
-            for stream in self._streams(in_order):
+            training = torch.cuda.current_stream(self._device)
+            # The first device comes last, so that it is the current one during the forward.
+            for device in reversed(self._cuda_devices):
+                stream = _stream(self._own_streams, device)
                 stack.enter_context(torch.cuda.stream(stream))
-            if in_order:
-                training = torch.cuda.current_stream(self._device)
-                for device in self._cuda_devices:
-                    torch.cuda.current_stream(device).wait_stream(training)
+                if in_order:
+                    stream.wait_stream(training)
             span = Span(self._cuda_devices[-1])
-            span.mark(torch.cuda.current_stream(self._cuda_devices[-1]))
+            span.mark()
             states = self._target.context_hidden_states(input_ids, document_lengths)
             produced_on = torch.cuda.current_stream(states.device)
-            span.mark(torch.cuda.current_stream(self._cuda_devices[-1]))
+            span.mark()
         if states.device == self._device:
             ready = torch.cuda.Event()
             ready.record(produced_on)
             return Features(states, ready, span)
-        return self._copy(states, produced_on, span, in_order)
+        return self._copy(states, produced_on, span)
 
     def receive(self, features: Features) -> torch.Tensor:
         """The hidden states on the drafter's device, for use by the current stream."""
@@ -137,20 +139,10 @@ class FeatureTransfer:
         span.mark()
         return Features(states.to(self._device, non_blocking=True), target_span=span)
 
-    def _streams(self, in_order: bool) -> list[torch.cuda.Stream]:
-        # The first device comes last, so that it is the current one during the forward.
-        devices = list(dict.fromkeys(reversed(self._cuda_devices)))
-        if in_order:
-            return [torch.cuda.current_stream(device) for device in devices]
-        return [_stream(self._own_streams, device) for device in devices]
-
-    def _copy(self, states: torch.Tensor, produced_on: torch.cuda.Stream, span: Span, in_order: bool) -> Features:
+    def _copy(self, states: torch.Tensor, produced_on: torch.cuda.Stream, span: Span) -> Features:
         """To the drafter's device on streams of their own, so that the target's next forward does not wait."""
         source, destination = states.device, self._device
-        if in_order:
-            leaving, arriving = torch.cuda.current_stream(source), torch.cuda.current_stream(destination)
-        else:
-            leaving, arriving = _stream(self._copy_streams, source), _stream(self._copy_streams, destination)
+        leaving, arriving = _stream(self._copy_streams, source), _stream(self._copy_streams, destination)
         leaving.wait_stream(produced_on)
         states.record_stream(leaving)
         spans = [Span(source)]

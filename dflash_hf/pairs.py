@@ -54,11 +54,15 @@ def place_target(args: DFlashTrainingArguments) -> tuple[torch.device | None, di
     return None, device_map_arguments(devices)
 
 
-def feature_copies(args: DFlashTrainingArguments) -> str:
-    """How hidden states cross, `"peer"` or `"host"`."""
-    if args.feature_copies == "auto":
-        return "host" if os.environ.get("NCCL_P2P_DISABLE") == "1" else "peer"
-    return args.feature_copies
+def feature_copies(args: DFlashTrainingArguments, source: torch.device) -> str:
+    """How hidden states cross from the target's device to the drafter's, `"peer"` or `"host"`."""
+    if args.feature_copies != "auto":
+        return args.feature_copies
+    if os.environ.get("NCCL_P2P_DISABLE") == "1":
+        return "host"
+    if source.type == args.device.type == "cuda" and source != args.device:
+        return "peer" if torch.cuda.can_device_access_peer(args.device, source) else "host"
+    return "peer"
 
 
 def make_pair(target: FrozenTarget, args: DFlashTrainingArguments) -> tuple[Prefetcher, Throughput]:
@@ -69,7 +73,7 @@ def make_pair(target: FrozenTarget, args: DFlashTrainingArguments) -> tuple[Pref
     devices = [device for device in devices if device != last] + [last]
     throughput = Throughput(args.device, devices, args.world_size)
     prefetcher = Prefetcher(
-        FeatureTransfer(target, devices, args.device, feature_copies(args)),
+        FeatureTransfer(target, devices, args.device, feature_copies(args, last)),
         args.device,
         args.prefetch_depth,
         throughput,

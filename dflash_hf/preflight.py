@@ -51,8 +51,9 @@ def preflight(
         RuntimeError: Naming the check that failed, why, and the way out.
     """
     folder = Path(str(args.output_dir)) / "preflight"
+    source = target.device
     checks: dict[str, Callable[[], None]] = {
-        "copy between the devices of the pair": lambda: check_copy(target.device, args.device, feature_copies(args)),
+        "copy between the devices of the pair": lambda: check_copy(source, args.device, feature_copies(args, source)),
         "all-reduce between the ranks": lambda: check_all_reduce(args.device),
         "three steps, an evaluation, a checkpoint and its resume": lambda: check_training(make_trainer, args, folder),
         "upload": lambda: check_upload(args, upload_to),

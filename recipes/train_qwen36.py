@@ -76,7 +76,7 @@ class RecipeArguments:
         default=0, metadata={"help": "Documents of random tokens in place of completions, for measuring."}
     )
     synthetic_length: int = field(default=2048, metadata={"help": "Tokens of a synthetic document."})
-    profile_steps: int = field(default=0, metadata={"help": "Steps to profile, from the sixth on."})
+    profile_steps: int = field(default=0, metadata={"help": "Steps to profile, from the sixth prefetched one on."})
 
 
 def main() -> None:
@@ -185,7 +185,7 @@ def train(recipe: RecipeArguments, args: DFlashTrainingArguments) -> None:
     if args.device.type == "cuda":
         plan = make_plan(target_config(recipe), drafter_configuration(recipe), args, placements(args), train_documents)
         refuse_what_cannot_fit(plan, args)
-    drafter = new_drafter(recipe) if recipe.drafter is None else continued_drafter(recipe)
+    drafter = new_drafter(recipe, args.device) if recipe.drafter is None else continued_drafter(recipe)
     # Loaded here and not by the trainer, which takes it as it is.
     target = load_target(recipe, args, drafter.config.target_layer_ids)
     tokenizer = None if recipe.random_target_config else AutoTokenizer.from_pretrained(recipe.target)
@@ -206,11 +206,14 @@ def train(recipe: RecipeArguments, args: DFlashTrainingArguments) -> None:
         return
     trainer = make_trainer(args, eval_documents)
     if recipe.profile_steps:
-        trainer.add_callback(ProfileCallback(args.output_dir, recipe.profile_steps))
+        start = args.measure_alone_steps + 5
+        trainer.add_callback(ProfileCallback(args.output_dir, recipe.profile_steps, start))
     # "true" means the last checkpoint in output_dir, as in Python.
     resume = {"true": True, "false": None}.get(str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_state()
+    if recipe.random_target_config:
+        return  # nothing was learned
     trainer.save_model()
     if eval_documents is not None:
         metrics = trainer.evaluate()
@@ -234,9 +237,10 @@ def drafter_configuration(recipe: RecipeArguments) -> DFlashDraftConfig:
     return DFlashDraftConfig.from_target_config(target_config(recipe), **given)
 
 
-def new_drafter(recipe: RecipeArguments) -> DFlashDraftModel:
-    """A drafter with random weights and a shape of its own."""
-    return DFlashDraftModel(drafter_configuration(recipe))
+def new_drafter(recipe: RecipeArguments, device: torch.device) -> DFlashDraftModel:
+    """A drafter with random weights, drawn on its device, and a shape of its own."""
+    with device:
+        return DFlashDraftModel(drafter_configuration(recipe))
 
 
 def continued_drafter(recipe: RecipeArguments) -> DFlashDraftModel:

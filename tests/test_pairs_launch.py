@@ -12,8 +12,9 @@ import pytest
 import torch
 from accelerate.utils.other import get_free_port
 from test_prefetch import FailsAtBatch5, make_trainer, target_threads
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-from dflash_hf import DFlashTrainer
+from dflash_hf import DFlashTrainer, pairs
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,8 +49,16 @@ def train(folder, name, depth, rows_per_step=2, resume=None, fails=False, **argu
         f"{folder}/{name}", depth, trainer_class=FailsAtBatch5 if breaks else DFlashTrainer,
         gradient_accumulation_steps=rows_per_step // world, **{**values, **arguments},
     )  # fmt: skip
+    exchanges = []
+
+    def counted(state, bucket):
+        exchanges.append(bucket.index())
+        return bf16_compress_hook(state, bucket)
+
+    pairs.bf16_compress_hook = counted
     trainer.train(resume_from_checkpoint=resume and f"{folder}/{resume}")
     return {
+        "exchanges": exchanges.count(0),
         "world": trainer.args.world_size,
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "parameters": {n: p.detach().clone() for n, p in trainer.model.named_parameters()},
@@ -66,7 +75,10 @@ CASES = {
     "saved": {"depth": 2, "save_strategy": "steps", "save_steps": 1},
     "resumed": {"depth": 2, "resume": "saved/checkpoint-1"},
 }
-COMPRESSED = {"compressed": {"depth": 2, "ddp_bf16_compression": True}}
+COMPRESSED = {
+    "compressed": {"depth": 2, "ddp_bf16_compression": True},
+    "compressed_accumulating": {"depth": 2, "ddp_bf16_compression": True, "rows_per_step": 6},
+}
 
 
 def command(folder: Path, config: str, runs: dict, *words: str, launcher: tuple[str, ...] = ()) -> list[str]:
@@ -145,6 +157,13 @@ def test_compressed_gradients_change_the_loss_by_rounding_only(ranks):
     exact, compressed = ranks[0]["ahead"], ranks[0]["compressed"]
     assert 0 < largest_difference(compressed, exact) < 2e-2
     assert compressed["losses"] == pytest.approx(exact["losses"], rel=2e-2)
+
+
+def test_gradients_cross_once_per_optimizer_step(ranks):
+    """5 rows on 2 ranks over two epochs: 6 steps of one row, or 2 of three."""
+    for result in ranks:
+        assert result["compressed"]["exchanges"] == len(result["compressed"]["losses"]) == 6
+        assert result["compressed_accumulating"]["exchanges"] == 2
 
 
 def test_a_failing_rank_ends_both_with_its_own_traceback(tmp_path):

@@ -5,6 +5,7 @@ import re
 import threading
 import time
 import traceback
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from dflash_hf.throughput import Throughput
 
 
 CPU = torch.device("cpu")
+# accelerate's state while nothing of its own is iterated over.
+NO_DATALOADER = SimpleNamespace(active_dataloader=None)
 
 
 def documents(count: int) -> list[dict]:
@@ -114,7 +117,7 @@ def test_the_last_batch_is_marked_when_it_is_handed_out(depth, skipped):
             handed_out.append((batch["x"].tolist(), state.end_of_dataloader, state.remainder))
             assert len(fetched) == min(4 - skipped, len(handed_out) + depth)
         assert handed_out == plain
-        assert not state.in_dataloader
+        assert state.active_dataloader is not loader
 
 
 class Recorder:
@@ -159,7 +162,7 @@ def test_never_more_than_depth_batches_wait(depth):
     """While the drafter is at one batch, the target starts on exactly `depth` later ones and then waits."""
     log = []
     ahead = prefetcher(Recorder(log), depth)
-    state = Accelerator(cpu=True).gradient_state
+    state = NO_DATALOADER
     for number, batch in enumerate(ahead.look_ahead(batches(9), state)):
         states = ahead.context_hidden_states(batch)
         assert states.item() == number
@@ -175,7 +178,7 @@ def test_the_target_works_while_the_drafter_does():
     """In the order of events alone: the next batch begins before the drafter is done, and batches keep their order."""
     log = []
     ahead = prefetcher(Recorder(log), 2)
-    for number, batch in enumerate(ahead.look_ahead(batches(5), Accelerator(cpu=True).gradient_state)):
+    for number, batch in enumerate(ahead.look_ahead(batches(5), NO_DATALOADER)):
         ahead.context_hidden_states(batch)
         if number < 4:
             until(lambda number=number: ("end", number + 1) in log)
@@ -189,7 +192,7 @@ def test_the_target_works_while_the_drafter_does():
 def test_depth_zero_takes_turns_without_a_thread():
     log = []
     ahead = prefetcher(Recorder(log), 0)
-    for number, batch in enumerate(ahead.look_ahead(batches(3), Accelerator(cpu=True).gradient_state)):
+    for number, batch in enumerate(ahead.look_ahead(batches(3), NO_DATALOADER)):
         assert ahead.context_hidden_states(batch).item() == number
         log.append(("trained", number))
         assert not target_threads()
@@ -199,7 +202,7 @@ def test_depth_zero_takes_turns_without_a_thread():
 def test_another_epoch_drops_what_was_prefetched():
     log = []
     ahead = prefetcher(Recorder(log), 2)
-    state = Accelerator(cpu=True).gradient_state
+    state = NO_DATALOADER
     first = batches(9)
     ahead.context_hidden_states(next(ahead.look_ahead(first, state)))
     second = batches(2)
@@ -212,7 +215,7 @@ def test_an_error_comes_when_its_batch_is_due_with_its_own_traceback():
     ahead = prefetcher(Recorder([], fail_at=3), 2)
     done = []
     with pytest.raises(ArithmeticError, match="batch 3 cannot be read") as caught:
-        for batch in ahead.look_ahead(batches(9), Accelerator(cpu=True).gradient_state):
+        for batch in ahead.look_ahead(batches(9), NO_DATALOADER):
             done.append(ahead.context_hidden_states(batch).item())
     assert done == [0, 1, 2]
     frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
