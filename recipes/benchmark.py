@@ -10,6 +10,7 @@ the median over repeats; the first step, with compilation, is reported apart. Re
 part, written as JSON.
 """
 
+import gc
 import json
 import math
 import sys
@@ -22,6 +23,7 @@ import transformers
 from benchmark_check import checked_parameters, relative_difference
 from benchmark_parts import DrafterStep, make_target, step_side, target_side, transfer_side
 from benchmark_peers import PEERS
+from benchmark_report import describe, profile_table, table
 from benchmark_shapes import Case, Shape, drafter_work, make_batch, make_drafter, make_head, shapes, target_work
 from benchmark_timing import Side, measure, product_rate, profile
 
@@ -50,6 +52,9 @@ class BenchmarkArguments:
     objective: str = field(default="cross_entropy", metadata={"help": "cross_entropy or dpace."})
     context_noise: float = field(default=0.0, metadata={"help": "Half-width of the noise on the hidden states."})
     full_attention: bool = field(default=False, metadata={"help": "Make all layers of the drafter full."})
+    bf16: bool | None = field(
+        default=None, metadata={"help": "bf16 autocast over fp32 masters, a bf16 target; by default on a GPU."}
+    )
     compile: bool = field(default=False, metadata={"help": "Compile the drafter's layers."})
     optimizer: bool = field(default=False, metadata={"help": "Also time the drafter's step with clipping and AdamW."})
     peers: str | None = field(default=None, metadata={"help": f"Commas between some of {', '.join(PEERS)}."})
@@ -72,8 +77,9 @@ class BenchmarkArguments:
             unknown = set(_words(getattr(self, name))) - set(known)
             if unknown:
                 raise ValueError(f"{name} has {sorted(unknown)}; choose from {', '.join(known)}, with commas between.")
-        if self.repeats < 1 or self.warmup < 0:
-            raise ValueError(f"repeats is {self.repeats}, warmup {self.warmup}; expected at least 1 and 0.")
+        for name, minimum in (("repeats", 1), ("warmup", 0), ("num_documents", 1), ("checked_blocks", 0)):
+            if getattr(self, name) < minimum:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least {minimum}.")
         if (self.cases or self.sweep) and (self.num_tokens or self.num_anchors):
             raise ValueError("num_tokens and num_anchors name one case; leave them out beside cases or sweep.")
 
@@ -90,19 +96,23 @@ class Benchmark:
         self.device = torch.device(args.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
         several = self.device.type == "cuda" and torch.cuda.device_count() > 1
         self.target_device = torch.device(args.target_device or ("cuda:1" if several else self.device))
-        self.mixed_precision = self.device.type == "cuda"
+        cuda = self.device.type == "cuda"
+        self.mixed_precision = cuda if args.bf16 is None else args.bf16
         self.dtype = torch.bfloat16 if self.mixed_precision else torch.float32
-        name = args.shape or ("qwen3.6-27b" if self.mixed_precision else "tiny")
+        name = args.shape or ("qwen3.6-27b" if cuda else "tiny")
         if name not in shapes():
             raise ValueError(f"shape is {name!r}; choose one of {', '.join(shapes())}.")
         self.shape: Shape = shapes()[name]
         self.parts = _words(args.parts)
+        self.cases = self.find_cases()
+        for case in self.cases:
+            case.document_lengths(args.num_documents, self.shape.drafter["block_size"])
         torch.manual_seed(0)
         self.rate = product_rate(self.device)
         self.results: dict[str, Any] = {
             "arguments": asdict(args),
             "shape": name,
-            "device": torch.cuda.get_device_name(self.device) if self.mixed_precision else "cpu",
+            "device": torch.cuda.get_device_name(self.device) if cuda else "cpu",
             "target_device": str(self.target_device),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -112,7 +122,7 @@ class Benchmark:
         print(f"{self.results['device']}, torch {torch.__version__}, shape {name}, {self.dtype}")
         print(f"A square matrix product runs at {self.rate / 1e12:.4g} TFLOP/s.")
 
-    def cases(self) -> list[Case]:
+    def find_cases(self) -> list[Case]:
         if self.args.sweep:
             return self.shape.sweep
         if self.args.cases:
@@ -144,16 +154,16 @@ class Benchmark:
         return measure(sides, self.args.repeats, self.args.warmup, device or self.device)
 
     def run(self) -> dict[str, Any]:
-        drafting = {"drafter", "step"} & set(self.parts)
         if "drafter" in self.parts:
             drafter = make_drafter(self.shape, self.device, self.args.full_attention)
             head = make_head(self.shape, self.device, self.dtype)
-            for case in self.cases():
+            for case in self.cases:
                 self.drafter_part(case, drafter, head)
             del drafter, head
         if {"target", "transfer", "step"} & set(self.parts):
-            if drafting and self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            # Compiled layers hold themselves in cycles; the target needs their memory.
+            gc.collect()
+            torch.cuda.empty_cache()
             self.target_parts()
         self.write()
         return self.results
@@ -219,7 +229,7 @@ class Benchmark:
         """Time the target, the transfer and the whole step, for all cases, with one target."""
         target = make_target(self.shape, self.target_device, self.dtype)
         config = make_drafter(self.shape, torch.device("meta"), self.args.full_attention).config
-        for case in self.cases():
+        for case in self.cases:
             batch, context = self.inputs(case, config)
             if "target" in self.parts:
                 result = self.measure([target_side(target, batch)], self.target_device)["target"]
@@ -232,7 +242,7 @@ class Benchmark:
         if "step" in self.parts:
             drafter = make_drafter(self.shape, self.device, self.args.full_attention)
             head = FrozenHead(target.model, self.device)
-            for case in self.cases():
+            for case in self.cases:
                 if self.args.recompile:
                     torch.compiler.reset()
                 step = self.drafter_step(drafter, head, case, optimize=True)
@@ -265,78 +275,6 @@ def compare(ours: DrafterStep, peer: Any, mixed_precision: bool) -> dict[str, An
         "comparable": peer.comparable,
         "equal": difference <= (2e-3 if mixed_precision else 1e-5) and math.isfinite(loss),
     }
-
-
-def describe(row: dict[str, Any]) -> str:
-    """A row of the results in words."""
-    words = [f"{row['case']:>10} {row['part']}: {row['seconds']:.4g} s", f"{row['tokens_per_second']:,.0f} tokens/s"]
-    if "anchors_per_second" in row:
-        words.append(f"{row['anchors_per_second']:,.0f} anchors/s")
-    if "share_of_product" in row:
-        words.append(f"{row['tflop']:.4g} TFLOP at {row['share_of_product']:.1%} of the product's rate")
-    if row["peak_memory_gb"] is not None:
-        words.append(f"peak {row['peak_memory_gb']:.1f} GB")
-    words += [f"first step {row['first_step_seconds']:.3g} s", f"{row['hours_per_epoch']:.4g} h/epoch"]
-    if row.get("check"):
-        check = row["check"]
-        words.append(
-            f"loss {check['loss']:.6f}, naive twin {check['naive_loss']:.6f} over {check['blocks']} blocks, gradients "
-            f"within {max(check['relative_gradient_differences'].values()):.2g}"
-        )
-    if "comparison" in row:
-        found = row["comparison"]
-        equal = ("equal" if found["equal"] else "NOT EQUAL") if found["comparable"] else "not comparable"
-        words.append(
-            f"loss {found['peer_loss']:.6f} against ours {found['loss']:.6f} ({equal}), gradients within "
-            f"{max(found['relative_gradient_differences'].values()):.2g}"
-        )
-        words.append(f"ours takes {row['drafter_time_over_this']:.3f} of its time")
-    if "optimizer_adds" in row:
-        words.append(f"the optimizer adds {row['optimizer_adds']:.1%}")
-    if "gb_per_second" in row:
-        words.append(f"{row['gb_per_second']:.3g} GB/s")
-    return ", ".join(words)
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """The results as a Markdown table."""
-    lines = [
-        "| tokens | anchors | part | time | tokens/s | anchors/s | per anchor | of product | peak memory | h/epoch |",
-        "|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for row in rows:
-        anchors = row.get("anchors_per_second")
-        share, memory = row.get("share_of_product"), row["peak_memory_gb"]
-        cells = [
-            f"{row['num_tokens']:,}",
-            f"{row['num_anchors']:,}",
-            row["part"],
-            f"{row['seconds']:.4g} s",
-            f"{row['tokens_per_second']:,.0f}",
-            f"{anchors:,.0f}" if anchors else "",
-            f"{1e3 / anchors:.3g} ms" if anchors else "",
-            f"{share:.1%}" if share is not None else "",
-            f"{memory:.1f} GB" if memory is not None else "",
-            f"{row['hours_per_epoch']:.4g}",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def profile_table(profiled: dict[str, Any]) -> str:
-    """Seconds by group and by kernel, as Markdown tables."""
-    groups = profiled["seconds_by_group"]
-    total = sum(groups.values())
-    lines = ["| group | ms | share |", "|---|---:|---:|"]
-    lines += [f"| {name} | {1e3 * s:.2f} | {s / total:.1%} |" for name, s in groups.items()]
-    lines += ["", "| kernel | group | calls | ms | share |", "|---|---|---:|---:|---:|"]
-    for kernel in profiled["kernels"]:
-        name = kernel["name"].replace("|", "\\|")[:100]
-        seconds = kernel["seconds"]
-        lines.append(
-            f"| {name} | {kernel['group']} | {kernel['calls']} | {1e3 * seconds:.3f} | {seconds / total:.1%} |"
-        )
-    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class DrafterStep:
         expected, expected_gradients = naive_loss(self.drafter, self.head, batch, self.context, self.objective, blocks)
         differences = {n: relative_difference(gradients[n], g) for n, g in expected_gradients.items()}
         self.drafter.zero_grad(set_to_none=True)
-        loss_tolerance, tolerance = (5e-3, 5e-2) if self.mixed_precision else (1e-4, 1e-3)
+        loss_tolerance, tolerance = (5e-3, 8e-2) if self.mixed_precision else (1e-4, 1e-3)
         result = {
             "blocks": len(blocks),
             "seconds": seconds,

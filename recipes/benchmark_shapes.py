@@ -34,6 +34,22 @@ class Case:
             raise ValueError(f"The case {text!r} should be TOKENSxANCHORS, for example 2048x512.")
         return Case(int(tokens), int(anchors))
 
+    def document_lengths(self, num_documents: int, block_size: int) -> list[int]:
+        """Tokens of the row's documents, which differ by one at most.
+
+        Raises:
+            ValueError: When they have no room for the anchors.
+        """
+        lengths = [(self.num_tokens + i) // num_documents for i in range(num_documents)]
+        # An anchor needs its whole block before the end, and two supervised tokens.
+        room = sum(max(0, length - block_size - 1) for length in lengths)
+        if room < self.num_anchors:
+            raise ValueError(
+                f"The case {self} has room for {room} anchors in {num_documents} documents of {min(lengths)} tokens "
+                f"with blocks of {block_size}. Give fewer anchors or documents, or more tokens."
+            )
+        return lengths
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -170,16 +186,10 @@ def make_batch(
     assert config.vocab_size is not None
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, config.vocab_size, (case.num_tokens,), generator=generator)
-    lengths = [len(part) for part in torch.tensor_split(ids, num_documents)]
-    room = sum(max(0, length - config.block_size - 1) for length in lengths)
-    if min(lengths) <= config.block_size or room < case.num_anchors:
-        raise ValueError(
-            f"The case {case} has room for {room} anchors in {num_documents} documents of {min(lengths)} tokens with "
-            f"blocks of {config.block_size}. Give fewer anchors or documents, or more tokens."
-        )
+    lengths = case.document_lengths(num_documents, config.block_size)
     documents = [
         {"document": i, "input_ids": part.tolist(), "supervised_spans": [[0, len(part) - config.block_size]]}
-        for i, part in enumerate(torch.tensor_split(ids, num_documents))
+        for i, part in enumerate(torch.split(ids, lengths))
     ]
     collator = DataCollatorForDFlash(
         block_size=config.block_size, num_anchors=case.num_anchors, max_anchors_per_row=case.num_anchors, seed=seed
