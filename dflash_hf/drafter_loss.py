@@ -22,7 +22,6 @@ def drafter_loss(
     context_hidden_states: torch.Tensor,
     head: FrozenHead,
     objective: Objective,
-    mixed_precision: bool = True,
     chunk_blocks: int | None = None,
 ) -> tuple[torch.Tensor, BlockSums, BaseModelOutputWithPast]:
     """Draft all blocks of a batch and compare them with its labels through the frozen head.
@@ -31,28 +30,32 @@ def drafter_loss(
         model: The drafter, possibly wrapped for distributed training.
         config: The drafter's [`DFlashDraftConfig`].
         inputs: A batch of [`DataCollatorForDFlash`] on the drafter's device.
-        context_hidden_states (`torch.Tensor` of shape `[B, T, K * D]`): The target's hidden states, noise included.
+        context_hidden_states (`torch.Tensor` of shape `[B, T, K * D]`): The target's hidden states, noise included,
+            in the type that the drafter computes in.
         head: The target's embedding and head on the drafter's device.
         objective: Weights of the slots.
-        mixed_precision: Whether the drafter runs under autocast and takes embeddings in the head's type.
-        chunk_blocks: Blocks per chunk of the loss.
+        chunk_blocks: Blocks per chunk of the loss; see [`frozen_head_loss`].
 
     Returns:
         The weighted sum of losses (not yet normalised), the sums for metrics and the drafter's output.
     """
-    anchors = inputs["anchor_positions"]
+    anchors, dtype = inputs["anchor_positions"], context_hidden_states.dtype
     anchor_ids = inputs["input_ids"].gather(1, anchors.clamp(min=0))
-    noise_embeds = head.noise_embeds(anchor_ids, config.mask_token_id, config.block_size)
-    if not mixed_precision:
-        noise_embeds = noise_embeds.float()
+    noise_embeds = head.noise_embeds(anchor_ids, config.mask_token_id, config.block_size).to(dtype)
     outputs = model(
         noise_embeds=noise_embeds,
         context_hidden_states=context_hidden_states,
-        attention_mask=training_masks(config, anchors, inputs["document_ids"], noise_embeds.dtype),
+        attention_mask=training_masks(config, anchors, inputs["document_ids"], dtype),
         position_ids=block_position_ids(inputs["position_ids"], anchors, config.block_size),
     )
     loss, sums = frozen_head_loss(
-        outputs.last_hidden_state, inputs["labels"], head.logits, objective, head.vocab_size, chunk_blocks
+        outputs.last_hidden_state,
+        inputs["labels"],
+        head.logits,
+        objective,
+        head.vocab_size,
+        chunk_blocks,
+        None if "counted_slots" not in inputs else inputs["counted_slots"].ravel(),
     )
     return loss, sums, outputs
 
