@@ -200,7 +200,10 @@ class Benchmark:
             torch.compiler.reset()
         ours = self.drafter_step(drafter, head, case, optimize=False)
         work = drafter_work(drafter, case.num_tokens, case.num_anchors)
-        check = ours.check(self.args.checked_blocks) if self.args.checked_blocks else None
+        check = None
+        if self.args.checked_blocks:
+            print(f"{case!s:>10} the first step, held against the naive twin ...", flush=True)
+            check = ours.check(self.args.checked_blocks)
         sides, compared = [ours.side("drafter")], {}
         for name in _words(self.args.peers):
             peer = PEERS[name](
