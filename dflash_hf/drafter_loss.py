@@ -34,20 +34,23 @@ def drafter_loss(
             in the type that the drafter computes in.
         head: The target's embedding and head on the drafter's device.
         objective: Weights of the slots.
-        chunk_blocks: Blocks per chunk of the loss; see [`frozen_head_loss`].
+        chunk_blocks: Blocks per chunk of the loss.
 
     Returns:
         The weighted sum of losses (not yet normalised), the sums for metrics and the drafter's output.
     """
-    anchors, dtype = inputs["anchor_positions"], context_hidden_states.dtype
+    anchors = inputs["anchor_positions"]
     anchor_ids = inputs["input_ids"].gather(1, anchors.clamp(min=0))
-    noise_embeds = head.noise_embeds(anchor_ids, config.mask_token_id, config.block_size).to(dtype)
+    noise_embeds = head.noise_embeds(anchor_ids, config.mask_token_id, config.block_size)
+    noise_embeds = noise_embeds.to(context_hidden_states.dtype)
     outputs = model(
         noise_embeds=noise_embeds,
         context_hidden_states=context_hidden_states,
-        attention_mask=training_masks(config, anchors, inputs["document_ids"], dtype),
+        attention_mask=training_masks(config, anchors, inputs["document_ids"], noise_embeds.dtype),
         position_ids=block_position_ids(inputs["position_ids"], anchors, config.block_size),
     )
+    # Batches of other collators have no counts on the host; they are then read from the labels.
+    counted_slots = inputs["counted_slots"].ravel() if "counted_slots" in inputs else None
     loss, sums = frozen_head_loss(
         outputs.last_hidden_state,
         inputs["labels"],
@@ -55,7 +58,7 @@ def drafter_loss(
         objective,
         head.vocab_size,
         chunk_blocks,
-        None if "counted_slots" not in inputs else inputs["counted_slots"].ravel(),
+        counted_slots,
     )
     return loss, sums, outputs
 

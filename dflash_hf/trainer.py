@@ -268,9 +268,14 @@ class DFlashTrainer(Trainer):
             context = add_context_noise(
                 context, inputs["document_lengths"], inputs["noise_seeds"], self.args.context_noise, dtype
             )
-        context = context.to(dtype)
         loss, sums, outputs = drafter_loss(
-            model, config, inputs, context, self.head, self.objective, self.args.loss_chunk_blocks
+            model,
+            config,
+            inputs,
+            context.to(dtype),
+            self.head,
+            self.objective,
+            self.args.loss_chunk_blocks,
         )
         (self._train_sums if model.training else self._eval_sums).add(sums)
         if num_items_in_batch is None:
