@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 Packed = PackedQwen35 | PackedDense
 
+# Types that layers multiply in; others only store quantised weights.
+COMPUTE_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 
 class _LastTapRead(Exception):
     """Ends the target's forward: nothing after the last tap is needed."""
@@ -64,7 +67,15 @@ class FrozenHead:
             pair = copy.deepcopy(pair).to(device)
         self.embedding, self.head = pair.requires_grad_(False)
         self.embedding_weight: torch.Tensor = self.embedding.get_parameter("weight")
-        self.head_dtype: torch.dtype = self.head.get_parameter("weight").dtype
+        if self.embedding_weight.dtype not in COMPUTE_TYPES:
+            raise ValueError(
+                f"The target's embedding is stored as {self.embedding_weight.dtype}, but the drafter reads its rows as "
+                "they are. Quantise the target without its embedding, as most methods do."
+            )
+        # A quantised head may store integers, or no weight at all; it multiplies in the type of the embedding.
+        weight = dict(self.head.named_parameters()).get("weight", self.embedding_weight)
+        stored: torch.dtype = weight.dtype
+        self.head_dtype: torch.dtype = stored if stored in COMPUTE_TYPES else self.embedding_weight.dtype
         self.vocab_size: int = self.embedding_weight.shape[0]
 
     def noise_embeds(self, anchor_token_ids: torch.Tensor, mask_token_id: int, block_size: int) -> torch.Tensor:
