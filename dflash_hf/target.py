@@ -6,7 +6,7 @@ Shapes: B rows, T packed tokens, K taps, D hidden size, V vocabulary.
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
@@ -22,21 +22,13 @@ from transformers.utils.import_utils import is_flash_linear_attention_available
 from .configuration_dflash import DFlashDraftConfig
 from .target_check import Reader, packing_fault
 from .target_dense import PackedDense
+from .target_features import PackedForward, packed_features, padded_features
 from .target_kernels import reference_delta_rule
-from .target_packing import (
-    MAX_FORWARD_TOKENS,
-    Piece,
-    document_pieces,
-    groups_in_order,
-    groups_of_similar_length,
-    packed_row,
-)
+from .target_packing import Piece, document_pieces
 from .target_qwen3_5 import PackedQwen35
 
 
 logger = logging.getLogger(__name__)
-
-Packed = PackedQwen35 | PackedDense
 
 # Types that layers multiply in; others only store quantised weights.
 COMPUTE_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -69,22 +61,39 @@ class FrozenHead:
         self.embedding_weight: torch.Tensor = self.embedding.get_parameter("weight")
         if self.embedding_weight.dtype not in COMPUTE_TYPES:
             raise ValueError(
-                f"The target's embedding is stored as {self.embedding_weight.dtype}, but the drafter reads its rows as "
-                "they are. Quantise the target without its embedding, as most methods do."
+                f"The target's embedding is stored as {self.embedding_weight.dtype}, but the drafter reads its rows "
+                "as they are. Quantise the target without its embedding, as most methods do."
             )
         # A quantised head may store integers, or no weight at all; it multiplies in the type of the embedding.
         weight = dict(self.head.named_parameters()).get("weight", self.embedding_weight)
         stored: torch.dtype = weight.dtype
         self.head_dtype: torch.dtype = stored if stored in COMPUTE_TYPES else self.embedding_weight.dtype
         self.vocab_size: int = self.embedding_weight.shape[0]
+        self._transform = _logit_transform(target.config.get_text_config(decoder=True))
 
     def noise_embeds(self, anchor_token_ids: torch.Tensor, mask_token_id: int, block_size: int) -> torch.Tensor:
         """[`block_inputs`] from the target's embedding."""
         return block_inputs(self.embedding_weight, anchor_token_ids, mask_token_id, block_size)
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits `[..., V]` of the drafter's output `[..., D]`, multiplied in the type of the head."""
-        return self.head(hidden_states.to(self.head_dtype))
+        """Logits `[..., V]` of the drafter's output `[..., D]`, multiplied in the type of the head.
+
+        Where the target scales its logits or caps them softly, these are scaled and capped too.
+        """
+        return self._transform(self.head(hidden_states.to(self.head_dtype)))
+
+
+def _logit_transform(config: PreTrainedConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What a target does with its logits after the head, by the fields of its configuration that say so."""
+    fields = config.to_dict()
+    scale = (fields.get("logit_scale") or 1.0) / (fields.get("logits_scaling") or 1.0)
+    cap = fields.get("final_logit_softcapping")
+
+    def transform(logits: torch.Tensor) -> torch.Tensor:
+        logits = logits if scale == 1.0 else logits * scale
+        return logits if not cap else cap * torch.tanh(logits / cap)
+
+    return transform
 
 
 def block_inputs(
@@ -177,12 +186,12 @@ class FrozenTarget:
             refuse_slow(self.config)
         self._vocab_size: int = self.config.vocab_size
         self._lock = Lock()
-        self._packed: Packed | None = None
-        self._unchecked: Packed | None = None
+        self._packed: PackedForward | None = None
+        self._unchecked: PackedForward | None = None
         if (on_cuda if packed is None else packed) and len(devices) == 1:
             self._unchecked = self._packable(compile_target and on_cuda)
 
-    def _packable(self, compiled: bool) -> Packed | None:
+    def _packable(self, compiled: bool) -> PackedForward | None:
         """The packed path that this target's layers have, to be checked at the first call."""
         decoder = self.model.get_decoder()
         if PackedQwen35.fits(decoder):
@@ -240,78 +249,45 @@ class FrozenTarget:
         input_ids = input_ids.to(self.device, non_blocking=True)
         # Under the drafter's autocast a document's features would depend on who asks for them.
         with torch.autocast(self.device.type, enabled=False):
-            packed = self._checked_packing(rows * width)
-            if packed is None:
-                return self._padded_features(input_ids, pieces)
-            return self._packed_features(packed, input_ids, pieces)
+            return self._features(self._checked_packing(rows * width), input_ids, pieces)
 
-    def _packed_features(self, packed: Packed, input_ids: torch.Tensor, pieces: list[Piece]) -> torch.Tensor:
-        """Documents one after another in rows without padding between them."""
-        rows, width = input_ids.shape
-        output = None
-        for group in groups_in_order(pieces):
-            row = packed_row(group, width, min(rows * width, MAX_FORWARD_TOKENS), self.device)
-            taps = packed.hidden_states(input_ids.flatten()[row.indices][None], row)
-            size = taps[0].shape[-1]
-            if output is None:
-                output = taps[0].new_zeros(rows * width, len(taps) * size)
-            for i, tap in enumerate(taps):
-                output[:, i * size : (i + 1) * size].index_copy_(
-                    0, row.indices[: row.num_tokens], tap[0, : row.num_tokens]
-                )
-        assert output is not None  # there is at least one document
-        return output.view(rows, width, -1)
-
-    def _padded_features(self, input_ids: torch.Tensor, pieces: list[Piece]) -> torch.Tensor:
-        """Documents one per right-padded row, beside others of nearly their length."""
-        rows, width = input_ids.shape
-        output = None
-        for group in groups_of_similar_length(pieces):
-            padded = input_ids.new_zeros(len(group), group[0].length)
-            for i, (row, start, length) in enumerate(group):
-                padded[i, :length] = input_ids[row, start : start + length]
-            taps = self._read_taps(input_ids=padded, use_cache=False)
-            size = taps[0].shape[-1]
-            if output is None:
-                output = taps[0].new_zeros(rows, width, len(taps) * size)
-            for i, (row, start, length) in enumerate(group):
-                for k, tap in enumerate(taps):
-                    output[row, start : start + length, k * size : (k + 1) * size] = tap[i, :length]
-        assert output is not None  # there is at least one document
-        return output
+    def _features(self, packed: PackedForward | None, input_ids: torch.Tensor, pieces: list[Piece]) -> torch.Tensor:
+        if packed is None:
+            return padded_features(self._read_taps, input_ids, pieces)
+        return packed_features(packed, input_ids, pieces)
 
     def _read_taps(self, **inputs) -> list[torch.Tensor]:
         with self._hooks() as taps, suppress(_LastTapRead):
             self.model.get_decoder()(**inputs)
         return [taps[i] for i in self.target_layer_ids]
 
-    def _checked_packing(self, row_length: int) -> Packed | None:
+    def _checked_packing(self, tokens: int) -> PackedForward | None:
         """The packed path, if there is one that passes the check of the first call."""
         with self._lock:
             if self._unchecked is not None:
                 packed, self._unchecked = self._unchecked, None
-                fault = packing_fault(
-                    partial(self._read, packed), self._references(packed), self._vocab_size,
-                    min(row_length, MAX_FORWARD_TOKENS),
-                )  # fmt: skip
+                reader = partial(self._features_of, packed)
+                fault = packing_fault(reader, self._references(packed), self._vocab_size, tokens)
                 if fault is None:
                     self._packed = packed
                 else:
                     logger.warning(
-                        "Packed documents cannot run together through this %s: %s. One document per row is used "
-                        "instead, which is right and slower.", type(self.model).__name__, fault,
+                        "Documents cannot share a row of this %s: %s. Each runs in a row of its own instead, which is "
+                        "right and slower.", type(self.model).__name__, fault,
                     )  # fmt: skip
         return self._packed
 
-    def _read(self, packed: Packed | None, input_ids: torch.Tensor, lengths: Sequence[Sequence[int]]) -> torch.Tensor:
-        ids, pieces = input_ids.to(self.device), document_pieces(lengths, input_ids.shape[1])
-        return self._padded_features(ids, pieces) if packed is None else self._packed_features(packed, ids, pieces)
+    def _features_of(
+        self, packed: PackedForward | None, input_ids: torch.Tensor, document_lengths: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        pieces = document_pieces(document_lengths, input_ids.shape[1])
+        return self._features(packed, input_ids.to(self.device), pieces)
 
-    def _references(self, packed: Packed) -> dict[str, Reader]:
-        references: dict[str, Reader] = {"those of each document alone": partial(self._read, None)}
+    def _references(self, packed: PackedForward) -> dict[str, Reader]:
+        references: dict[str, Reader] = {"those of each document alone": partial(self._features_of, None)}
         if isinstance(packed, PackedQwen35) and self.device.type == "cuda":
             plain = PackedQwen35(packed.decoder, self.target_layer_ids, delta_rule=reference_delta_rule)
-            references["those by transformers' own delta rule"] = partial(self._read, plain)
+            references["those by transformers' own delta rule"] = partial(self._features_of, plain)
         return references
 
     @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .target_dense import CannotPack
+from .target_packing import MAX_FORWARD_TOKENS
 
 
 # Two short documents that end within a chunk of the kernels and behind one.
@@ -13,23 +14,24 @@ CHECKED_LENGTHS = (70, 90)
 # Fewest tokens of the checked row: kernels that tune themselves do so at the first call, for good.
 FEWEST_TOKENS = 1024
 # Largest relative difference, by the precision of the hidden states: two ways of rounding through all layers.
-TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-3}
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2}
 LOW_PRECISION_TOLERANCE = 0.1
 
 Reader = Callable[[torch.Tensor, Sequence[Sequence[int]]], torch.Tensor]
 
 
-def packing_fault(packed: Reader, references: dict[str, Reader], vocab_size: int, row_length: int) -> str | None:
+def packing_fault(packed: Reader, references: dict[str, Reader], vocab_size: int, tokens: int) -> str | None:
     """What is wrong with a packed path, by two short documents; None if it may be used.
 
     Args:
         packed: `context_hidden_states` on the packed path.
         references: `context_hidden_states` on paths to agree with, by what they are called.
         vocab_size: Ids to draw from.
-        row_length: Tokens of the row to check with, the documents behind the two included; at least `FEWEST_TOKENS`.
+        tokens: Tokens of the row to check with, a third document included: those of the batches to come, so that what
+            is compiled or tuned now fits them; at least `FEWEST_TOKENS`, at most one forward's.
     """
     first, second = CHECKED_LENGTHS
-    length = max(row_length, FEWEST_TOKENS)
+    length = min(max(tokens, FEWEST_TOKENS), MAX_FORWARD_TOKENS)
     ids = torch.randint(0, vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     lengths = [[first, second, length - first - second]]
     try:
