@@ -196,7 +196,18 @@ class FrozenTarget:
         decoder = self.model.get_decoder()
         if PackedQwen35.fits(decoder):
             return PackedQwen35(decoder, self.target_layer_ids, compiled)
-        return PackedDense(decoder, self._read_taps) if PackedDense.fits(decoder) else None
+        if PackedDense.fits(decoder):
+            return PackedDense(decoder, self._read_taps)
+        self._say_padded("only Qwen3.5/3.6 layers, and full attention by sdpa, are packed")
+        return None
+
+    def _say_padded(self, reason: str) -> None:
+        logger.warning(
+            "Documents cannot share a row of this %s: %s. Each runs in a row of its own instead, which is right and "
+            "slower.",
+            type(self.model).__name__,
+            reason,
+        )
 
     @property
     def device(self) -> torch.device:
@@ -271,10 +282,7 @@ class FrozenTarget:
                 if fault is None:
                     self._packed = packed
                 else:
-                    logger.warning(
-                        "Documents cannot share a row of this %s: %s. Each runs in a row of its own instead, which is "
-                        "right and slower.", type(self.model).__name__, fault,
-                    )  # fmt: skip
+                    self._say_padded(fault)
         return self._packed
 
     def _features_of(
