@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils.import_utils import is_flash_linear_attention_available
 
 from .configuration_dflash import DFlashDraftConfig
 from .target_check import Reader, packing_fault
 from .target_dense import PackedDense
 from .target_features import PackedForward, packed_features, padded_features
-from .target_kernels import reference_delta_rule
+from .target_kernels import LINEAR_ATTENTION_FLOOR, delta_kernels_available, reference_delta_rule
 from .target_packing import Piece, document_pieces
 from .target_qwen3_5 import PackedQwen35
 
@@ -278,7 +277,8 @@ class FrozenTarget:
             if self._unchecked is not None:
                 packed, self._unchecked = self._unchecked, None
                 reader = partial(self._features_of, packed)
-                fault = packing_fault(reader, self._references(packed), self._vocab_size, tokens)
+                references = self._references(packed)
+                fault = packing_fault(reader, references, self.target_layer_ids, self._vocab_size, tokens)
                 if fault is None:
                     self._packed = packed
                 else:
@@ -387,14 +387,15 @@ def refuse_slow(config: PreTrainedConfig) -> None:
         config: The target's configuration.
 
     Raises:
-        ValueError: When it has gated delta-net layers and flash-linear-attention is not installed.
+        ValueError: When it has linear attention and flash-linear-attention is missing or too old.
     """
     kinds = config.get_text_config(decoder=True).to_dict().get("layer_types") or []
-    if "linear_attention" in kinds and not is_flash_linear_attention_available():
+    if "linear_attention" in kinds and not delta_kernels_available():
         raise ValueError(
             f"{kinds.count('linear_attention')} of the target's {len(kinds)} layers are linear attention, and without "
-            "flash-linear-attention they run transformers' reference loop, which is right and far too slow on a GPU. "
-            "`pip install flash-linear-attention`, or pass allow_slow_target=True."
+            f"flash-linear-attention {LINEAR_ATTENTION_FLOOR} or newer they run transformers' reference loop, which "
+            f"is right and far too slow on a GPU. `pip install 'flash-linear-attention>={LINEAR_ATTENTION_FLOOR}'`, or "
+            "pass allow_slow_target=True."
         )
 
 

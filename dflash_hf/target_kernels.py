@@ -4,14 +4,30 @@
 Shapes: N packed tokens, C channels, H heads, Hk key heads, d head size.
 """
 
+from functools import cache
+from importlib import metadata
 from itertools import groupby
 
 import torch
+from packaging.version import Version
 from torch import nn
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 from transformers.utils.import_utils import is_flash_linear_attention_available
 
 from .target_packing import CHUNK_SIZE, PackedRow
+
+
+# The first release whose kernels take the chunks of packed documents from the caller.
+LINEAR_ATTENTION_FLOOR = "0.6"
+
+
+@cache
+def delta_kernels_available() -> bool:
+    """Whether flash-linear-attention is there, recent enough, and has a GPU to run on."""
+    if not is_flash_linear_attention_available():
+        return False
+    versions = [metadata.version(name) for name in metadata.packages_distributions().get("fla", [])]
+    return all(Version(version) >= Version(LINEAR_ATTENTION_FLOOR) for version in versions)
 
 
 def causal_convolution(
@@ -58,7 +74,7 @@ def delta_rule(
     Returns:
         `torch.Tensor` of shape `[1, N, H, d]`.
     """
-    if query.device.type == "cuda" and is_flash_linear_attention_available():
+    if query.device.type == "cuda" and delta_kernels_available():
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
         # The chunks are handed over, since the kernel would wait for the device to count them.

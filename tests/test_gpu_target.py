@@ -107,7 +107,6 @@ def test_nothing_waits_for_the_device_after_the_first_call(family):
 
 def test_h1_kernels_that_mix_documents_are_not_used(monkeypatch, caplog):
     """Without borders in the delta rule the check must notice, say so once and fall back to the right features."""
-    monkeypatch.setattr("dflash_hf.target_kernels.is_flash_linear_attention_available", lambda: True)
     from fla.ops import gated_delta_rule
 
     original = gated_delta_rule.chunk_gated_delta_rule

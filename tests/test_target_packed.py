@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import HIDDEN_SIZE, VOCAB_SIZE, dense_target, hybrid_target, llama_target
+from tiny import HIDDEN_SIZE, MASK_TOKEN_ID, VOCAB_SIZE, dense_target, hybrid_target, llama_target
 from torch._dynamo.testing import CompileCounter
 from transformers import (
     MistralConfig,
@@ -18,7 +18,16 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from dflash_hf import DFlashTrainingArguments, FrozenTarget, target, target_kernels, target_qwen3_5
+from dflash_hf import (
+    DFlashDraftConfig,
+    DFlashDraftModel,
+    DFlashTrainer,
+    DFlashTrainingArguments,
+    FrozenTarget,
+    target,
+    target_kernels,
+    target_qwen3_5,
+)
 from dflash_hf.target_dense import IMPLEMENTATION, PackedDense
 from dflash_hf.target_packing import Piece, packed_row
 from dflash_hf.target_qwen3_5 import PackedQwen35
@@ -132,6 +141,32 @@ def test_h3_h4_a_dense_target_gets_no_mask_and_two_dimensional_positions():
         assert call["position_ids"][0, :24].tolist() == [*range(9), *range(13), 0, 1]
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_h3_a_mask_of_ones_from_the_collator_changes_nothing(packed, tmp_path):
+    """A collator's all-ones mask would switch packing off in the target's attention: it never arrives there."""
+    model = dense_target()
+    config = DFlashDraftConfig.from_target_config(
+        model.config, num_hidden_layers=1, block_size=4, mask_token_id=MASK_TOKEN_ID, target_layer_ids=[1, 3]
+    )
+    args = DFlashTrainingArguments(
+        output_dir=str(tmp_path), row_length=64, num_anchors=4, use_cpu=True, report_to="none", context_noise=0.0
+    )
+    documents = [{"input_ids": torch.randint(0, 256, (20,)).tolist(), "supervised_spans": [[5, 20]]} for _ in range(3)]
+    frozen = FrozenTarget(model, [1, 3], packed=packed)
+    trainer = DFlashTrainer(DFlashDraftModel(config), frozen, args, train_dataset=documents)
+    inputs = next(iter(trainer.get_train_dataloader()))
+    assert len(inputs["document_lengths"][0]) == 3
+    loss = trainer.compute_loss(trainer.model, inputs)
+    masked = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
+    assert torch.equal(trainer.compute_loss(trainer.model, masked), loss)
+    lengths, alone, start = inputs["document_lengths"][0], FrozenTarget(model, [1, 3]), 0
+    features = frozen.context_hidden_states(inputs["input_ids"], inputs["document_lengths"])
+    for length in lengths:
+        document = inputs["input_ids"][:1, start : start + length]
+        assert_close(features[0, start : start + length], alone.context_hidden_states(document)[0])
+        start += length
+
+
 def test_h4_the_hybrid_target_makes_its_positions_two_dimensional(monkeypatch):
     shapes = []
     rotary = hybrid_target().get_decoder().rotary_emb.__class__
@@ -199,7 +234,7 @@ def test_a_path_that_computes_something_else_is_not_used(monkeypatch, caplog):
     packed = FrozenTarget(hybrid_target(), TAPS, packed=True)
     packed.context_hidden_states(batch(), LENGTHS)
     assert packed._packed is None
-    assert "differ from those of each document alone" in warnings_of(caplog)[0]
+    assert "differ from those of each document alone, at layer 1 by" in warnings_of(caplog)[0]
 
 
 def test_a_sliding_window_or_an_unknown_layer_is_never_packed(caplog):
@@ -282,7 +317,7 @@ def test_a_slow_target_is_refused_on_a_gpu_before_it_is_loaded(tmp_path, monkeyp
     hybrid_target().save_pretrained(tmp_path / "hybrid")
     monkeypatch.setattr(target, "_load", lambda *args: pytest.fail("the weights were loaded"))
     with pytest.raises(
-        ValueError, match=r"6 of the target's 8 layers.*pip install flash-linear-attention.*slow_target"
+        ValueError, match=r"6 of the target's 8 layers.*pip install 'flash-linear-attention>=0.6'.*slow_target"
     ):
         FrozenTarget(tmp_path / "hybrid", TAPS, device="cuda")
     with pytest.raises(pytest.fail.Exception, match="loaded"):
@@ -293,8 +328,18 @@ def test_a_slow_target_is_refused_on_a_gpu_before_it_is_loaded(tmp_path, monkeyp
 
 
 def test_a_hybrid_target_is_not_refused_where_its_kernels_are(monkeypatch):
-    monkeypatch.setattr(target, "is_flash_linear_attention_available", lambda: True)
+    monkeypatch.setattr(target, "delta_kernels_available", lambda: True)
     target.refuse_slow(hybrid_target().config)
+
+
+@pytest.mark.parametrize(
+    ("versions", "available"), [({"fla-core": "0.6.0"}, True), ({"fla-core": "0.5.1"}, False), ({}, False)]
+)
+def test_kernels_that_take_no_borders_do_not_count(versions, available, monkeypatch):
+    monkeypatch.setattr(target_kernels, "is_flash_linear_attention_available", lambda: bool(versions))
+    monkeypatch.setattr(target_kernels.metadata, "packages_distributions", lambda: {"fla": list(versions)})
+    monkeypatch.setattr(target_kernels.metadata, "version", versions.__getitem__)
+    assert target_kernels.delta_kernels_available.__wrapped__() == available
 
 
 def test_weights_go_straight_to_a_gpu(monkeypatch):

@@ -55,11 +55,14 @@ def drafter_of(target) -> DFlashDraftModel:
     return DFlashDraftModel(config)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_target_that_transformers_quantises_at_loading(packed, tmp_path):
+@pytest.mark.parametrize(
+    ("packed", "quantisation"),
+    [(False, QuantoConfig(weights="int8")), (True, {"quant_method": "quanto", "weights": "int8"})],
+)
+def test_a_target_that_transformers_quantises_at_loading(packed, quantisation, tmp_path):
     """quanto's int8 weights; features near the exact ones, and a packed document still has its own."""
     dense_target().save_pretrained(tmp_path)
-    quantised = FrozenTarget(tmp_path, [1, 3], packed=packed, quantization_config=QuantoConfig(weights="int8"))
+    quantised = FrozenTarget(tmp_path, [1, 3], packed=packed, quantization_config=quantisation)
     assert type(quantised.layers[0].self_attn.q_proj.weight) is not nn.Parameter
     features = quantised.context_hidden_states(IDS, LENGTHS)
     assert (quantised._packed is not None) == packed
