@@ -394,8 +394,8 @@ def refuse_slow(config: PreTrainedConfig) -> None:
         raise ValueError(
             f"{kinds.count('linear_attention')} of the target's {len(kinds)} layers are linear attention, and without "
             f"flash-linear-attention {LINEAR_ATTENTION_FLOOR} or newer they run transformers' reference loop, which "
-            f"is right and far too slow on a GPU. `pip install 'flash-linear-attention>={LINEAR_ATTENTION_FLOOR}'`, or "
-            "pass allow_slow_target=True."
+            "is right and far too slow on a GPU. "
+            f"`pip install 'flash-linear-attention>={LINEAR_ATTENTION_FLOOR}'`, or pass allow_slow_target=True."
         )
 
 
