@@ -129,7 +129,8 @@ class FrozenTarget:
         packed (`bool`, *optional*):
             Whether documents may share a row of the target's forward, where its layers allow it and after a check at
             the first call; by default on CUDA.
-        compile_target: Whether to compile the layers of a Qwen3.5/3.6 target on CUDA, which takes up to a minute.
+        compile_target: Whether to compile the layers of a Qwen3.5/3.6 target on CUDA, which takes up to a minute;
+            quantised ones are left as they are.
         allow_slow_target: Whether a hybrid target may run on CUDA without flash-linear-attention.
         **init_kwargs: Arguments of `AutoModelForCausalLM.from_pretrained`.
 
@@ -194,7 +195,7 @@ class FrozenTarget:
         """The packed path that this target's layers have, to be checked at the first call."""
         decoder = self.model.get_decoder()
         if PackedQwen35.fits(decoder):
-            return PackedQwen35(decoder, self.target_layer_ids, compiled)
+            return PackedQwen35(decoder, self.target_layer_ids, compiled and not _quantised(self.model))
         if PackedDense.fits(decoder):
             return PackedDense(decoder, self._read_taps)
         self._say_padded("only Qwen3.5/3.6 layers, and full attention by sdpa, are packed")
@@ -361,6 +362,12 @@ def check_fits(drafter_config: DFlashDraftConfig, target_config: PreTrainedConfi
                 "whose hidden states, embeddings and head it was made for. Load that target, or make a drafter with "
                 "DFlashDraftConfig.from_target_config(target.config, ...)."
             )
+
+
+def _quantised(model: Any) -> bool:
+    """Whether a compiler would meet layers or weights that are not torch's own."""
+    plain = all(type(p) is nn.Parameter and p.dtype in COMPUTE_TYPES for p in model.parameters())
+    return not plain or "quantization_config" in model.config.to_dict()
 
 
 def _is_on(parameter: torch.Tensor, device: torch.device | str) -> bool:

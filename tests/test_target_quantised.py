@@ -8,7 +8,7 @@ from torch import nn
 from transformers import QuantoConfig
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, FrozenTarget
-from dflash_hf.target import FrozenHead
+from dflash_hf.target import FrozenHead, _quantised
 
 
 LENGTHS = [[9, 13]]
@@ -71,6 +71,7 @@ def test_a_target_that_transformers_quantises_at_loading(packed, quantisation, t
     alone = quantised.context_hidden_states(IDS[:, 9:22])
     torch.testing.assert_close(features[:, 9:22], alone, rtol=1e-4, atol=1e-4)
     assert not any(p.requires_grad for p in quantised.model.parameters())
+    assert _quantised(quantised.model)
 
 
 @pytest.mark.parametrize("make", [dense_target, hybrid_target])
@@ -79,6 +80,7 @@ def test_integer_weights_in_layers_that_cannot_be_cast(make, packed):
     exact = FrozenTarget(make(), [1, 3]).context_hidden_states(IDS, LENGTHS)
     quantised = FrozenTarget(in_int8(make()), [1, 3], packed=packed)
     features = quantised.context_hidden_states(IDS, LENGTHS)
+    assert _quantised(quantised.model) and not _quantised(make())
     assert features.dtype == torch.float32 and (quantised._packed is not None) == packed
     assert 1e-4 < relative_error(features, exact) < 0.05
 
