@@ -15,8 +15,8 @@ from .adapting import check_continuing, scan_token_ids
 from .configuration_dflash import DFlashDraftConfig
 from .conversations import tokenize_completions
 from .data_collator import DataCollatorForDFlash, check_documents, num_valid_anchors
-from .losses import IGNORE_INDEX, BlockSums, Objective, frozen_head_loss, make_objective
-from .masking import block_position_ids, training_masks
+from .drafter_loss import drafter_loss
+from .losses import IGNORE_INDEX, BlockSums, Objective, make_objective
 from .modeling_dflash import DFlashDraftModel
 from .packing import PackedDataset, RowSampler
 from .target import FrozenHead, FrozenTarget
@@ -255,7 +255,7 @@ class DFlashTrainer(Trainer):
             The loss of this micro-batch, whose sum over the optimizer step (mean over ranks) is the step's loss.
         """
         config: Any = self._drafter_config  # checked: none of its own fields is None
-        labels, anchors = inputs["labels"], inputs["anchor_positions"]
+        labels = inputs["labels"]
         if labels.shape[-1] != config.block_size:
             raise ValueError(
                 f"The collator makes blocks of {labels.shape[-1]} slots, the drafter's block_size is "
@@ -268,24 +268,14 @@ class DFlashTrainer(Trainer):
             context = add_context_noise(
                 context, inputs["document_lengths"], inputs["noise_seeds"], self.args.context_noise, dtype
             )
-        context = context.to(dtype)
-        anchor_ids = inputs["input_ids"].gather(1, anchors.clamp(min=0))
-        noise_embeds = self.head.noise_embeds(anchor_ids, config.mask_token_id, config.block_size)
-        noise_embeds = noise_embeds.to(dtype)
-        outputs = model(
-            noise_embeds=noise_embeds,
-            context_hidden_states=context,
-            attention_mask=training_masks(config, anchors, inputs["document_ids"], noise_embeds.dtype),
-            position_ids=block_position_ids(inputs["position_ids"], anchors, config.block_size),
-        )
-        loss, sums = frozen_head_loss(
-            outputs.last_hidden_state,
-            labels,
-            self.head.logits,
+        loss, sums, outputs = drafter_loss(
+            model,
+            config,
+            inputs,
+            context.to(dtype),
+            self.head,
             self.objective,
-            self.head.vocab_size,
             self.args.loss_chunk_blocks,
-            None if "counted_slots" not in inputs else inputs["counted_slots"].ravel(),
         )
         (self._train_sums if model.training else self._eval_sums).add(sums)
         if num_items_in_batch is None:
