@@ -406,7 +406,14 @@ def _frozen_target(
     device = args.target_device or args.device
     init_kwargs = args.target_model_init_kwargs or {}
     assert isinstance(init_kwargs, dict)  # a JSON string becomes a dict in TrainingArguments
-    return FrozenTarget(target_model, taps or [], device=device, **init_kwargs)
+    return FrozenTarget(
+        target_model,
+        taps or [],
+        device=device,
+        compile_target=args.compile_target,
+        allow_slow_target=args.allow_slow_target,
+        **init_kwargs,
+    )
 
 
 def _prepare_drafter(model: DFlashDraftModel, args: DFlashTrainingArguments) -> None:

@@ -40,6 +40,10 @@ class DFlashTrainingArguments(TrainingArguments):
             Device of the frozen target; the drafter's by default.
         target_model_init_kwargs (`dict`, *optional*):
             Arguments of `from_pretrained` for a target given by id or folder.
+        compile_target (`bool`, *optional*, defaults to `True`):
+            Whether to compile the layers of a Qwen3.5/3.6 target on CUDA, which takes up to a minute at the start.
+        allow_slow_target (`bool`, *optional*, defaults to `False`):
+            Whether a hybrid target may run on CUDA without flash-linear-attention.
         drafter_attn_implementation (`str`, *optional*):
             `"flex_attention"`, `"sdpa"` or `"eager"`; by default flex on CUDA and sdpa elsewhere.
         compile_layers (`bool`, *optional*):
@@ -72,6 +76,12 @@ class DFlashTrainingArguments(TrainingArguments):
     )
     target_model_init_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Arguments of from_pretrained for a target given by id or folder."}
+    )
+    compile_target: bool = field(
+        default=True, metadata={"help": "Compile the layers of a Qwen3.5/3.6 target on CUDA."}
+    )
+    allow_slow_target: bool = field(
+        default=False, metadata={"help": "Run a hybrid target on CUDA without flash-linear-attention."}
     )
     drafter_attn_implementation: str | None = field(default=None, metadata={"help": "flex_attention, sdpa or eager."})
     compile_layers: bool | None = field(

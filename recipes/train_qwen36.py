@@ -59,7 +59,14 @@ def main() -> None:
     # Loaded here, since tokenising asks it for its end-of-turn ids; the trainer then takes it as it is.
     init_kwargs, args.target_model_init_kwargs = args.target_model_init_kwargs or {}, None
     device = args.target_device or args.device
-    target = FrozenTarget(recipe.target, drafter.config.target_layer_ids, device=device, **init_kwargs)
+    target = FrozenTarget(
+        recipe.target,
+        drafter.config.target_layer_ids,
+        device=device,
+        compile_target=args.compile_target,
+        allow_slow_target=args.allow_slow_target,
+        **init_kwargs,
+    )
 
     def documents(path: str):
         return tokenize_completions(
