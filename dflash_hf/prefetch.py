@@ -71,8 +71,10 @@ class Prefetcher:
         self._transfer = transfer
         self._device = device
         self._throughput = throughput
-        self._measure_alone_batches = measure_alone_batches
-        self._alone_left = measure_alone_batches
+        self._measures_alone = measure_alone_batches > 0
+        # The first batch on a GPU compiles and checks the target, which is safest without a second thread.
+        self._alone_batches = max(measure_alone_batches, 1 if device.type == "cuda" else 0)
+        self._alone_left = self._alone_batches
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._look_ahead: LookAhead | None = None
@@ -113,7 +115,8 @@ class Prefetcher:
         else:
             features = self._transfer.run(pending.input_ids, pending.document_lengths, in_order=True)
         states = self._transfer.receive(features)
-        self._throughput.received(features, alone=self.depth == 0 or self._alone_left > 0)
+        in_turn = self._measures_alone and self._alone_left > 0
+        self._throughput.received(features, alone=self.depth == 0 or in_turn)
         self._count_alone()
         return states
 
@@ -136,7 +139,7 @@ class Prefetcher:
                     f"The target is still busy after {CLOSING_SECONDS} s; its thread ends with the process."
                 )
         self._thread = self._look_ahead = None
-        self._alone_left = self._measure_alone_batches
+        self._alone_left = self._alone_batches
         self._forget()
 
     def _on_fetch(self, batch: dict[str, Any]) -> dict[str, Any]:

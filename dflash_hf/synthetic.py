@@ -24,6 +24,7 @@ def random_target(
     device: torch.device | str,
     dtype: torch.dtype | str = torch.bfloat16,
     seed: int = 0,
+    **options: Any,
 ) -> FrozenTarget:
     """A target with the shape of a real one and random weights, made on its device: nothing passes through the host.
 
@@ -35,6 +36,7 @@ def random_target(
         device: Where the target runs.
         dtype: Type of the weights, a torch type or its name.
         seed: Seed of the weights.
+        **options: Further arguments of [`FrozenTarget`].
     """
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
@@ -42,7 +44,7 @@ def random_target(
         torch.manual_seed(seed)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    target = FrozenTarget(model, target_layer_ids)
+    target = FrozenTarget(model, target_layer_ids, **options)
     # Nobody else's, so that it may be cut as one that is loaded is.
     del target.layers[target_layer_ids[-1] + 1 :]
     return target

@@ -57,8 +57,15 @@ class DFlashTrainingArguments(TrainingArguments):
             Send gradients between ranks in bf16: half the bytes, rounded to 8 bits of mantissa.
         target_model_init_kwargs (`dict`, *optional*):
             Arguments of `from_pretrained` for a target given by id or folder.
+        compile_target (`bool`, *optional*, defaults to `True`):
+            Whether to compile the layers of a Qwen3.5/3.6 target on CUDA, which takes up to a minute at the start.
+        allow_slow_target (`bool`, *optional*, defaults to `False`):
+            Whether a hybrid target may run on CUDA without flash-linear-attention.
         drafter_attn_implementation (`str`, *optional*):
             `"flex_attention"`, `"sdpa"` or `"eager"`; by default flex on CUDA and sdpa elsewhere.
+        compile_layers (`bool`, *optional*):
+            Compile the drafter's layers one by one, which takes seconds instead of the minutes of a whole model; by
+            default on CUDA. `torch_compile` keeps its meaning, the whole model, and switches this off.
     """
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "target_model_init_kwargs"]  # noqa: RUF012
@@ -99,7 +106,16 @@ class DFlashTrainingArguments(TrainingArguments):
     target_model_init_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Arguments of from_pretrained for a target given by id or folder."}
     )
+    compile_target: bool = field(
+        default=True, metadata={"help": "Compile the layers of a Qwen3.5/3.6 target on CUDA."}
+    )
+    allow_slow_target: bool = field(
+        default=False, metadata={"help": "Run a hybrid target on CUDA without flash-linear-attention."}
+    )
     drafter_attn_implementation: str | None = field(default=None, metadata={"help": "flex_attention, sdpa or eager."})
+    compile_layers: bool | None = field(
+        default=None, metadata={"help": "Compile the drafter's layers one by one; by default on CUDA."}
+    )
 
     learning_rate: float = field(default=6e-4, metadata={"help": "Initial learning rate."})
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "Learning rate schedule."})

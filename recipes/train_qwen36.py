@@ -170,13 +170,15 @@ def load_target(recipe: RecipeArguments, args: DFlashTrainingArguments, taps: li
     device, spread = place_target(args)
     given, args.target_model_init_kwargs = args.target_model_init_kwargs or {}, None
     assert isinstance(given, dict)  # a JSON string becomes a dict in TrainingArguments
+    options = {"compile_target": args.compile_target, "allow_slow_target": args.allow_slow_target}
     if recipe.random_target_config:
         if device is None:
             raise SystemExit(
                 "random_target_config makes a target on one device: set target_layout to paired or shared."
             )
-        return random_target(target_config(recipe), taps, device, given.get("dtype", torch.bfloat16), args.seed)
-    return FrozenTarget(recipe.target, taps, device=device, **{**spread, **given})
+        dtype = given.get("dtype", torch.bfloat16)
+        return random_target(target_config(recipe), taps, device, dtype, args.seed, **options)
+    return FrozenTarget(recipe.target, taps, device=device, **options, **{**spread, **given})
 
 
 def train(recipe: RecipeArguments, args: DFlashTrainingArguments) -> None:

@@ -232,11 +232,11 @@ class FailsAtBatch5(DFlashTrainer):
         self.calls = 0
         read_taps = self.target._read_taps
 
-        def counted(input_ids):
+        def counted(**inputs):
             self.calls += 1
             if self.calls == 5:
                 raise ArithmeticError("the fifth forward breaks")
-            return read_taps(input_ids)
+            return read_taps(**inputs)
 
         self.target._read_taps = counted
 
