@@ -41,7 +41,7 @@ class Throughput:
         # The whole run's figures, for the sentence at its end.
         self.totals: dict[str, float] = {}
         self._total_steps = 0
-        self._tokens = self._anchors = self._steps = 0
+        self._tokens = self._anchors = self._steps = self._in_turn = 0
 
     def waiting(self, num_tokens: int, num_anchors: int) -> None:
         """A micro-batch of so many tokens and anchors is due and its hidden states are asked for."""
@@ -70,6 +70,7 @@ class Throughput:
         if step_is_over and self._step is not None:
             self._end("step_seconds", self._step)
             self._steps += 1
+            self._in_turn += self._is_alone
             self._step = self._begin()
 
     def pause(self) -> None:
@@ -77,10 +78,14 @@ class Throughput:
         self._step = None
 
     def metrics(self) -> dict[str, float]:
-        """Means per optimizer step since the last call, rates, and peak memory of both devices."""
+        """Means per optimizer step since the last call, rates, and peak memory of both devices.
+
+        `in_turn` is the share of the steps in which the two halves took turns.
+        """
         sums = self._read_spans()
         steps = max(self._steps, 1)
         figures = {name: sums.get(name, 0.0) / steps for name in ("step_seconds", "wait_seconds", "copy_seconds")}
+        figures["in_turn"] = self._in_turn / steps
         for name in ("target_seconds", "drafter_seconds"):
             figures[name] = (sums.get(name, 0.0) + sums.get(f"alone_{name}", 0.0)) / steps
         if sums.get("step_seconds"):
@@ -89,7 +94,7 @@ class Throughput:
         self._total_steps += self._steps
         for name, seconds in sums.items():
             self.totals[name] = self.totals.get(name, 0.0) + seconds
-        self._tokens = self._anchors = self._steps = 0
+        self._tokens = self._anchors = self._steps = self._in_turn = 0
         return figures | self.alone() | self._peak_memory()
 
     def alone(self) -> dict[str, float]:

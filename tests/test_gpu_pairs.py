@@ -5,6 +5,7 @@ import pytest
 import tiny
 import torch
 from accelerate import Accelerator
+from test_pairs_launch import ROOT, largest_difference, launch, results, train
 from test_prefetch import batches, documents, target_threads
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
@@ -137,6 +138,26 @@ def test_memory_is_bounded_by_the_depth(layout, depth):
     # On a shared GPU the target's own product is twice there while it is made.
     allowed = depth + 1 + (2 if layout == "shared" else 0)
     assert torch.cuda.max_memory_allocated(device) - before <= allowed * size + 2 * matrix.nbytes
+
+
+SMOLLM2 = ROOT / ".cache" / "smollm2-135m-instruct"
+
+
+@two_gpus
+@pytest.mark.parametrize("target", [None, SMOLLM2], ids=["tiny", "smollm2"])
+def test_two_nccl_ranks_equal_one_that_accumulates(target, tmp_path):
+    """Each rank with target and drafter on its own GPU, by the shipped configuration with two visible GPUs."""
+    if target is not None and not target.is_dir():
+        pytest.skip(f"{target} is not there; recipes/smollm2-135m/get_target.py makes it")
+    runs = {"run": {"depth": 2, "use_cpu": False, "bf16": True, "learning_rate": 0.05, "target_layout": "shared"}}
+    runs["run"] |= {"num_documents": 8, "target": target and str(target)}
+    finished = launch(tmp_path / "ranks", "two_pairs.yaml", runs, launcher=("--gpu_ids", "0,1"))
+    first, second = (rank["run"] for rank in results(tmp_path / "ranks", finished))
+    alone = train(tmp_path / "alone", "run", **runs["run"])
+    assert first["world"] == second["world"] == 2 and alone["world"] == 1
+    assert largest_difference(first, second) == 0
+    assert first["losses"] == pytest.approx(alone["losses"], rel=1e-2)
+    assert largest_difference(first, alone) < 1e-2
 
 
 @pytest.mark.parametrize("copies", ["peer", "host"])

@@ -4,6 +4,7 @@
 import importlib.util
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,15 +34,20 @@ SMALL += ["--target_model_init_kwargs", '{"dtype": "float32"}', "--logging_steps
 SMALL += ["--gradient_accumulation_steps", "1", "--num_synthetic_documents", "12", "--synthetic_length", "32"]
 
 
+def load_recipe(monkeypatch):
+    spec = importlib.util.spec_from_file_location("train_recipe", RECIPES / "train_qwen36.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "train_recipe", module)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture
 def run(monkeypatch, tmp_path):
     """The recipe's main with a tiny target's configuration."""
     config = hybrid_target().config
     config.save_pretrained(tmp_path / "target")
-    spec = importlib.util.spec_from_file_location("train_recipe", RECIPES / "train_qwen36.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "train_recipe", module)
-    spec.loader.exec_module(module)
+    module = load_recipe(monkeypatch)
 
     def main(*words: str) -> Path:
         output = tmp_path / "output"
@@ -80,7 +86,14 @@ def test_a_run_on_random_weights_writes_losses_times_and_a_profile(run):
     assert steps[-1]["target_seconds_alone"] > 0 and steps[-1]["drafter_seconds_alone"] > 0
     assert json.loads((output / "profile.json").read_text())["traceEvents"]
     assert json.loads((output / "profile_copies.json").read_text()) == {}
+    assert [entry["in_turn"] for entry in steps] == [1.0] * 2 + [0.0] * 6
     assert not (output / "model.safetensors").exists()
+    figures = output / "pairs.json"
+    report = [sys.executable, RECIPES / "report_pairs.py", output, output, "--output", figures, "--skip", "1"]
+    said = subprocess.run(report, capture_output=True, text=True, check=True).stdout
+    assert "largest difference 0 over 8 steps" in said
+    (written,) = json.loads(figures.read_text()).values()
+    assert written["steps"] == 5 and written["ratio"] > 0
 
 
 def test_the_preflight_tries_everything_and_leaves_nothing(run, capsys):
@@ -211,3 +224,22 @@ def test_every_accelerate_configuration_says_in_two_lines_what_it_is():
             targets = [gpus[p.target[0].index] for p in placement]
             assert targets == [str(i) for i in range(ranks)]
             assert file.stem == "multi_node_pairs" or all(re.search(rf"GPUs? .*{t}", lines[0]) for t in targets)
+
+
+def test_the_commands_of_the_readme_parse(monkeypatch):
+    """Every training command: its configurations exist and all its options are known."""
+    text = (RECIPES / "qwen3.6-27b" / "README.md").read_text()
+    commands = [line.split() for line in re.findall(r"^.*train_qwen36\.py.*$", text, flags=re.MULTILINE)]
+    commands = [words for words in commands if words[:2] == ["accelerate", "launch"]]
+    assert len(commands) >= 6
+    module = load_recipe(monkeypatch)
+    for words in commands:
+        if words[2] == "--config_file":
+            assert (ROOT / words[3]).is_file()
+        options = words[words.index("recipes/train_qwen36.py") + 1 :]
+        parsed = [*options, "--use_cpu", "true"]
+        recipe, args = module.parse_config(
+            (module.RecipeArguments, DFlashTrainingArguments), parsed, default_config=module.CONFIG
+        )
+        module.check_sources(recipe)
+        assert args.prefetch_depth == 2

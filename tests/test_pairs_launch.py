@@ -13,6 +13,7 @@ import torch
 from accelerate.utils.other import get_free_port
 from test_prefetch import FailsAtBatch5, make_trainer, target_threads
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from transformers import AutoModelForCausalLM
 
 from dflash_hf import DFlashTrainer, pairs
 
@@ -40,13 +41,14 @@ if __name__ == "__main__":
 """
 
 
-def train(folder, name, depth, rows_per_step=2, resume=None, fails=False, **arguments) -> dict:
-    """One run of plain SGD, with which a wrong factor of the gradients shows."""
+def train(folder, name, depth, rows_per_step=2, resume=None, fails=False, target=None, **arguments) -> dict:
+    """One run of plain SGD, with which a wrong factor of the gradients shows; `target` is a folder."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     breaks = fails and int(os.environ["RANK"]) == world - 1
     values = {"num_documents": 5, "num_train_epochs": 2, "optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0}
+    model = target and AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
     trainer = make_trainer(
-        f"{folder}/{name}", depth, trainer_class=FailsAtBatch5 if breaks else DFlashTrainer,
+        f"{folder}/{name}", depth, target=model, trainer_class=FailsAtBatch5 if breaks else DFlashTrainer,
         gradient_accumulation_steps=rows_per_step // world, **{**values, **arguments},
     )  # fmt: skip
     exchanges = []
@@ -61,7 +63,7 @@ def train(folder, name, depth, rows_per_step=2, resume=None, fails=False, **argu
         "exchanges": exchanges.count(0),
         "world": trainer.args.world_size,
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "parameters": {n: p.detach().clone() for n, p in trainer.model.named_parameters()},
+        "parameters": {n: p.detach().cpu().clone() for n, p in trainer.model.named_parameters()},
         "threads": len(target_threads()),
     }
 
@@ -94,8 +96,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def launch(folder: Path, config: str, runs: dict, *words: str, timeout: float = 300) -> subprocess.CompletedProcess:
-    launcher = ("--main_process_port", "0") if config == "two_pairs.yaml" else ()
+def launch(
+    folder: Path, config: str, runs: dict, *words: str, timeout: float = 300, launcher: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess:
+    launcher = (*launcher, "--main_process_port", "0")
     return subprocess.run(
         command(folder, config, runs, *words, launcher=launcher),
         env=environment(), cwd=folder.parent, capture_output=True, text=True, timeout=timeout,
