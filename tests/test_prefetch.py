@@ -174,6 +174,23 @@ def test_never_more_than_depth_batches_wait(depth):
     assert not target_threads()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_micro_batches_handed_out_together_are_bounded_too(depth):
+    """An accumulating step takes its batches before it trains on the first: the target may not run through all."""
+    log = []
+    ahead = prefetcher(Recorder(log), depth)
+    batches_ahead = ahead.look_ahead(batches(6), NO_DATALOADER)
+    step = [next(batches_ahead) for _ in range(4)]
+    for taken in range(5):
+        started = min(6, taken + depth)
+        until(lambda started=started: ("end", started - 1) in log)
+        time.sleep(0.02)
+        assert [event for event in log if event[0] == "start"] == [("start", i) for i in range(started)]
+        if taken < 4:
+            assert ahead.context_hidden_states(step[taken]).item() == taken
+    ahead.close()
+
+
 def test_the_target_works_while_the_drafter_does():
     """In the order of events alone: the next batch begins before the drafter is done, and batches keep their order."""
     log = []
