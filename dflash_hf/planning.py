@@ -15,11 +15,12 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from .configuration_dflash import DFlashDraftConfig
-from .data_collator import check_documents
+from .data_collator import check_documents, num_valid_anchors
 from .modeling_dflash import DFlashDraftModel
-from .packing import Documents, PackedDataset, document_spans
+from .packing import Documents, PackedDataset
 from .target import check_fits
 from .topology import Placement
+from .trainer import ANCHOR_BUCKET
 from .training_args import DFlashTrainingArguments
 
 
@@ -115,8 +116,8 @@ def make_plan(
     steps = math.ceil(len(rows) / (per_step * args.world_size))
     taps = drafter_config.target_layer_ids or []
     read, target_parameters, target_bytes = _target_size(text_config, taps, args)
-    anchors = _anchors(documents, args) / len(rows)
-    shape = _DrafterShape(drafter_config, rows.num_tokens / len(rows), anchors)
+    anchors, slots = _anchors(rows, args)
+    shape = _DrafterShape(drafter_config, rows.num_tokens / len(rows), slots)
     rate, is_measured = bf16_product_rate(args.device)
     target_seconds = per_step * 2 * read * shape.tokens / (rate * TARGET_EFFICIENCY)
     drafter_seconds = per_step * shape.operations / (rate * DRAFTER_EFFICIENCY)
@@ -237,15 +238,15 @@ def _target_size(config: PreTrainedConfig, taps: list[int], args: DFlashTraining
     return read, everything, size * (everything - sum(layers[taps[-1] + 1 :])) + working + states
 
 
-def _anchors(documents: Documents, args: DFlashTrainingArguments) -> float:
-    """Anchors of one epoch, the cap per row taken over all rows together."""
-    spans, owners = document_spans(documents)
-    valid = np.zeros(len(documents), dtype=np.int64)
-    np.add.at(valid, owners, np.maximum(spans[:, 1] - spans[:, 0] - 1, 0))
-    drawn = float(np.minimum(valid, args.num_anchors).sum())
+def _anchors(rows: PackedDataset, args: DFlashTrainingArguments) -> tuple[float, float]:
+    """Mean anchors of a row, and those that are computed: on a GPU all rows are padded to the largest one's."""
+    draws = np.minimum(num_valid_anchors(rows.documents), args.num_anchors)
     cap = args.max_anchors_per_row or max(1, args.row_length // 4)
-    rows = PackedDataset(documents, args.row_length, seed=args.seed)
-    return min(drawn, cap * len(rows))
+    mean = min(float(draws.sum()), cap * len(rows)) / len(rows)
+    if args.device.type == "cpu":
+        return mean, mean
+    largest = min(cap, rows.largest_row_sum(draws))
+    return mean, -(-largest // ANCHOR_BUCKET) * ANCHOR_BUCKET
 
 
 __all__ = ["Plan", "bf16_product_rate", "check_memory", "make_plan"]

@@ -3,6 +3,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -101,6 +102,20 @@ def test_the_preflight_tries_everything_and_leaves_nothing(run, capsys):
     assert len(json.loads((output / "preflight.json").read_text())) == 4
     assert sorted(path.name for path in output.iterdir()) == ["preflight.json"]
     assert capsys.readouterr().out.count(": ok") == 4
+
+
+@pytest.mark.slow
+def test_two_ranks_plan_and_try_out_by_the_shipped_configuration(tmp_path):
+    hybrid_target().config.save_pretrained(tmp_path / "target")
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "recipes/accelerate/two_pairs.yaml"]
+    words += ["--main_process_port", "0", "recipes/train_qwen36.py", *SHAPE, *SMALL, "--output_dir", str(tmp_path)]
+    words += ["--random_target_config", str(tmp_path / "target" / "config.json")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    for option in ("--dry_run", "--preflight"):
+        done = subprocess.run([*words, option, "true"], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads((tmp_path / "dry_run.json").read_text())["world_size"] == 2
+    assert done.stdout.count(": ok") == 4
 
 
 @pytest.mark.parametrize(
