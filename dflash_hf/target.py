@@ -15,6 +15,7 @@ from threading import Lock
 from typing import Any
 
 import torch
+from accelerate.hooks import remove_hook_from_module
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -55,7 +56,8 @@ class FrozenHead:
         # One deepcopy of both keeps a tied weight tied.
         pair = nn.ModuleList([embedding, head])
         if not all(_is_on(p, device) for p in pair.parameters()):
-            pair = copy.deepcopy(pair).to(device)
+            # A target spread over devices moves its inputs by hooks, which the copy must not follow.
+            pair = remove_hook_from_module(copy.deepcopy(pair), recurse=True).to(device)
         self.embedding, self.head = pair.requires_grad_(False)
         self.embedding_weight: torch.Tensor = self.embedding.get_parameter("weight")
         if self.embedding_weight.dtype not in COMPUTE_TYPES:
