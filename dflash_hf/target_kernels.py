@@ -4,6 +4,7 @@
 Shapes: N packed tokens, C channels, H heads, Hk key heads, d head size.
 """
 
+import inspect
 from functools import cache
 from importlib import metadata
 from itertools import groupby
@@ -89,10 +90,12 @@ def delta_rule(
 def reference_delta_rule(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, row: PackedRow
 ) -> torch.Tensor:
-    """[`delta_rule`] by transformers' own function, one document after another."""
+    """[`delta_rule`] by transformers' own loop, one document after another."""
+    # What the module exports is the loop only where no kernel is installed; behind it lies the loop itself.
+    loop = inspect.unwrap(torch_chunk_gated_delta_rule)
     parts = (tensor.split(row.lengths, dim=1) for tensor in (query, key, value, g, beta))
     outputs = [
-        torch_chunk_gated_delta_rule(q, k, v, g=decay, beta=b, use_qk_l2norm_in_kernel=True)[0]
+        loop(q, k, v, g=decay, beta=b, use_qk_l2norm_in_kernel=True)[0]
         for q, k, v, decay, b in zip(*parts, strict=True)
     ]
     return torch.cat(outputs, dim=1)

@@ -155,7 +155,7 @@ def make_target(shape: Shape, device: torch.device, dtype: torch.dtype) -> Froze
     with device:
         model = AutoModelForCausalLM.from_config(shape.target, dtype=dtype)
     taps = shape.drafter["target_layer_ids"]
-    target = FrozenTarget(model, taps)
+    target = FrozenTarget(model, taps, compile_target=True)
     del model.get_decoder().layers[taps[-1] + 1 :]
     return target
 

@@ -138,4 +138,4 @@ def test_the_memory_of_a_forward_does_not_grow_with_the_batch():
         peaks.append(torch.cuda.max_memory_allocated() - before - features.numel() * features.element_size())
         del features
     assert FEWEST_TOKENS < 8 * 4096
-    assert peaks[2] < 1.2 * peaks[1]
+    assert peaks[2] < 1.5 * peaks[1]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The target's packed path, forced onto the CPU: each document as if alone, checked first, left where it fails."""
 
+import functools
 from itertools import pairwise
 
 import pytest
@@ -330,6 +331,23 @@ def test_a_slow_target_is_refused_on_a_gpu_before_it_is_loaded(tmp_path, monkeyp
 def test_a_hybrid_target_is_not_refused_where_its_kernels_are(monkeypatch):
     monkeypatch.setattr(target, "delta_kernels_available", lambda: True)
     target.refuse_slow(hybrid_target().config)
+
+
+def test_h6_the_reference_rule_is_the_loop_even_where_a_kernel_is_installed(monkeypatch):
+    """transformers puts an installed kernel in the place of its function; a check of kernels must not meet it."""
+    exported = target_kernels.torch_chunk_gated_delta_rule
+
+    @functools.wraps(exported)
+    def kernel(*args, **kwargs):
+        raise AssertionError("a kernel ran")
+
+    monkeypatch.setattr(target_kernels, "torch_chunk_gated_delta_rule", kernel)
+    query, value, gate = torch.randn(1, 128, 2, 8), torch.randn(1, 128, 4, 8), torch.randn(1, 128, 4)
+    row = packed_row([Piece(0, 0, 100)], 100, 100, torch.device("cpu"))
+    inputs = (query, query.flip(1), value, -gate.exp(), gate.sigmoid())
+    output = target_kernels.reference_delta_rule(*inputs, row)
+    first, _ = exported(*(tensor[:, :100] for tensor in inputs), use_qk_l2norm_in_kernel=True)
+    torch.testing.assert_close(output[:, :100], first)
 
 
 @pytest.mark.parametrize(
