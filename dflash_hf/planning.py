@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from .adapting import scan_token_ids
 from .configuration_dflash import DFlashDraftConfig
 from .data_collator import check_documents, num_valid_anchors
 from .modeling_dflash import DFlashDraftModel
@@ -111,6 +112,8 @@ def make_plan(
     text_config = target_config.get_text_config(decoder=True)
     check_fits(drafter_config, text_config, text_config.vocab_size)
     check_documents(documents, drafter_config.block_size)
+    assert drafter_config.mask_token_id is not None  # the configuration refuses to be without
+    scan_token_ids(documents, text_config.vocab_size, drafter_config.mask_token_id)
     rows = PackedDataset(documents, args.row_length, seed=args.seed)
     per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
     steps = math.ceil(len(rows) / (per_step * args.world_size))

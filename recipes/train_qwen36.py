@@ -85,6 +85,7 @@ def main() -> None:
     )
     try:
         check_sources(recipe)
+        placements(args)  # stops at once where the layout does not fit the GPUs
     except ValueError as error:
         raise SystemExit(f"{sys.argv[0]}: error: {error}") from None
     set_seed(args.seed)

@@ -106,6 +106,25 @@ def test_two_gpus_work_at_the_same_time(copies):
     assert ahead < 0.65 * in_turn
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_in_a_step_waits_for_a_device(layout, depth):
+    """Token ids in pinned memory, as the dataloader gives them; torch raises where the host would wait."""
+    device = torch.device("cuda", 0)
+    target = BusyTarget(torch.device("cuda", 0 if layout == "shared" else 1), size=256, repeats=2)
+    prefetcher = Prefetcher(
+        FeatureTransfer(target, [target.device], device, "peer"), device, depth, Throughput(device, [target.device])
+    )
+    pinned = ({**batch, "input_ids": batch["input_ids"].pin_memory()} for batch in batches(9))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        total = sum(prefetcher.context_hidden_states(b)[0, 0, 0] for b in prefetcher.look_ahead(pinned, NO_DATALOADER))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        prefetcher.close()
+    assert total.item() == sum(range(9))
+
+
 def test_one_gpu_is_not_slowed_down():
     device = torch.device("cuda", 0)
     target = BusyTarget(device)

@@ -14,6 +14,7 @@ import pytest
 import tiny
 import torch
 import yaml
+from accelerate.commands.config.config_args import load_config_from_file
 from tiny import hybrid_target
 from transformers import AutoModelForCausalLM
 
@@ -104,6 +105,17 @@ def test_the_preflight_tries_everything_and_leaves_nothing(run, capsys):
     assert capsys.readouterr().out.count(": ok") == 4
 
 
+def test_gpus_that_make_no_pairs_stop_the_recipe_at_once(run, monkeypatch):
+    monkeypatch.setattr("dflash_hf.pairs.place", lambda rank, ranks, num_visible, layout: place(0, 2, 3, layout))
+    with pytest.raises(SystemExit, match=r"2 processes see 3 GPUs.*--num_processes 1 for 1 pair"):
+        run()
+
+
+def test_the_dry_run_refuses_tokens_that_the_target_does_not_know(tmp_path):
+    with pytest.raises(ValueError, match="248320"):
+        plan_for("paired", 1, 2, tmp_path, vocab_size=300_000)
+
+
 @pytest.mark.slow
 def test_two_ranks_plan_and_try_out_by_the_shipped_configuration(tmp_path):
     hybrid_target().config.save_pretrained(tmp_path / "target")
@@ -156,7 +168,7 @@ def test_synthetic_documents_never_hold_the_mask():
     assert documents[0]["supervised_spans"] == [[4, 64]]
 
 
-def plan_for(layout: str, ranks: int, gpus: int, tmp_path, **arguments):
+def plan_for(layout: str, ranks: int, gpus: int, tmp_path, vocab_size: int = 1000, **arguments):
     """A plan of the Qwen3.6-27B recipe for GPUs that need not exist."""
     target = read_target_config(str(RECIPES / "qwen3.6-27b" / "target-config.json"))
     values = yaml.safe_load((RECIPES / "qwen3.6-27b" / "config.yaml").read_text())
@@ -164,7 +176,7 @@ def plan_for(layout: str, ranks: int, gpus: int, tmp_path, **arguments):
     names += ("mask_token_id", "block_size", "sliding_window", "target_layer_ids")
     shape = {name: values[name] for name in names} | {"num_hidden_layers": 5, "use_sliding_window": True}
     args = DFlashTrainingArguments(output_dir=str(tmp_path), row_length=8192, use_cpu=True, **arguments)
-    documents = synthetic_documents(16, 2048, 1000, 7)
+    documents = synthetic_documents(16, 2048, vocab_size, 7)
     places = [place(rank, ranks, gpus, layout) for rank in range(ranks)]
     return make_plan(target, DFlashDraftConfig.from_target_config(target, **shape), args, places, documents)
 
@@ -232,6 +244,7 @@ def test_every_accelerate_configuration_says_in_two_lines_what_it_is():
         assert [line.startswith("# ") for line in lines[:3]] == [True, True, False]
         assert lines[1].startswith("# Memory")
         values = yaml.safe_load(file.read_text())
+        assert load_config_from_file(str(file)).num_processes == values["num_processes"]
         ranks = values["num_processes"] // values["num_machines"]
         gpus = str(values.get("gpu_ids", "")).split(",") if "gpu_ids" in values else []
         placement = [place(rank, ranks, len(gpus)) for rank in range(ranks)]
