@@ -196,14 +196,25 @@ def test_a_plan_of_a_pair_and_of_one_gpu(tmp_path):
 
 def test_four_gpus_without_pairs_are_told_the_command_that_works(tmp_path):
     shared = plan_for("auto", 4, 4, tmp_path)
-    with pytest.raises(ValueError, match=r"least \d+ GB.*which has 80 GB.*two_pairs\.yaml recipes/train_qwen36\.py"):
-        check_memory(shared, 80 * 10**9, 4)
+    message = r"needs about \d+ GB on one GPU, which has 96 GB.*two_pairs\.yaml recipes/train_qwen36\.py"
+    with pytest.raises(ValueError, match=message):
+        check_memory(shared, 96 * 10**9, 4)
     with pytest.raises(ValueError, match=r"one_pair\.yaml"):
-        check_memory(shared, 80 * 10**9, 2)
-    with pytest.raises(ValueError, match="a second GPU"):
+        check_memory(shared, 96 * 10**9, 2)
+    with pytest.raises(ValueError, match=r"a quantised target|fewer anchors"):
         check_memory(shared, 80 * 10**9, 1)
     check_memory(shared, 141 * 10**9, 1)
-    check_memory(plan_for("auto", 2, 4, tmp_path), 80 * 10**9, 4)
+    pairs = plan_for("auto", 2, 4, tmp_path)
+    check_memory(pairs, 96 * 10**9, 4)
+    with pytest.raises(ValueError, match=r"a quantised target|fewer anchors"):
+        check_memory(pairs, 40 * 10**9, 4)
+
+
+def test_a_quantised_target_fits_beside_the_drafter(tmp_path):
+    quantised = {"dtype": "bfloat16", "quantization_config": {"load_in_4bit": True}}
+    plan = plan_for("auto", 1, 1, tmp_path, target_model_init_kwargs=quantised, max_anchors_per_row=1024)
+    assert plan.target_bytes / 1e9 == pytest.approx(22, abs=3)
+    check_memory(plan, 96 * 10**9, 1)
 
 
 def test_a_copy_that_changes_bytes_is_found(monkeypatch):
