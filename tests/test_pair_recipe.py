@@ -36,8 +36,8 @@ SMALL += ["--target_model_init_kwargs", '{"dtype": "float32"}', "--logging_steps
 SMALL += ["--gradient_accumulation_steps", "1", "--num_synthetic_documents", "12", "--synthetic_length", "32"]
 
 
-def load_recipe(monkeypatch):
-    spec = importlib.util.spec_from_file_location("train_recipe", RECIPES / "train_qwen36.py")
+def load_recipe(monkeypatch, name: str = "train_qwen36.py"):
+    spec = importlib.util.spec_from_file_location("train_recipe", RECIPES / name)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "train_recipe", module)
     spec.loader.exec_module(module)
@@ -282,3 +282,15 @@ def test_the_commands_of_the_readme_parse(monkeypatch):
         )
         module.check_sources(recipe)
         assert args.prefetch_depth == 2
+
+
+def test_the_simulation_of_pairs_measures(monkeypatch):
+    """That it runs; what it measures is a benchmark's matter."""
+    simulate = load_recipe(monkeypatch, "simulate_pairs.py").simulate
+    result = simulate(target_seconds=0.002, drafter_seconds=0.004, depth=2, steps=12)
+    assert result["step_seconds"] > 0.004 and result["ratio"] > 0.9
+
+
+def test_where_there_is_no_gpu_the_arguments_keep_to_the_cpu(tmp_path):
+    if not torch.accelerator.is_available():
+        assert DFlashTrainingArguments(output_dir=str(tmp_path), bf16=True).use_cpu
