@@ -24,8 +24,8 @@ from .training_args import DFlashTrainingArguments
 
 
 # Shares of a bf16 matrix product's rate that each half reaches on an H200 (`recipes/qwen3.6-27b/README.md`).
-TARGET_EFFICIENCY = 0.56
-DRAFTER_EFFICIENCY = 0.45
+TARGET_EFFICIENCY = 0.76
+DRAFTER_EFFICIENCY = 0.74
 # An H200's rate in operations per second, taken where there is no GPU to measure.
 ASSUMED_RATE = 780e12
 # Logits of one chunk of the loss, in fp32 with their gradient and softmax.
