@@ -26,8 +26,8 @@ from .training_args import DFlashTrainingArguments
 
 
 # Shares of a bf16 matrix product's rate that each half reaches on an H200 (`recipes/qwen3.6-27b/README.md`).
-TARGET_EFFICIENCY = 0.56
-DRAFTER_EFFICIENCY = 0.45
+TARGET_EFFICIENCY = 0.76
+DRAFTER_EFFICIENCY = 0.74
 # An H200's rate in operations per second, taken where there is no GPU to measure.
 ASSUMED_RATE = 780e12
 # What an estimate of memory may be wrong by.
