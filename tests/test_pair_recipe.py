@@ -182,7 +182,7 @@ def plan_for(layout: str, ranks: int, gpus: int, tmp_path, vocab_size: int = 100
 
 
 def test_a_plan_of_a_pair_and_of_one_gpu(tmp_path):
-    """62 layers of 23.6 billion weights, 47.2 GB in bf16; with embedding and head 52.3 GB, and work on 8,192 tokens."""
+    """62 layers of 23.6 billion weights, 47.2 GB in bf16, 52.3 GB with embedding and head, on 8,192 tokens."""
     pair = plan_for("paired", 1, 2, tmp_path)
     assert pair.drafter_parameters == 1_730_213_120
     work = 2 * 23_597_668_128 * 8192
