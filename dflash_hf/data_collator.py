@@ -169,7 +169,7 @@ class DataCollatorForDFlash:
     The batch has `input_ids` [B, T]; `position_ids` [B, T] that restart in each document; `document_ids` [B, T], -1
     in padding; `anchor_positions` [B, N], indices into the row, ascending, unused slots -1 at the end; `labels`
     [B, N, b], where slot k holds the token k after the anchor if all tokens up to it are supervised, else -100;
-    `document_lengths` and `noise_seeds`, lists with one int per document.
+    `documents` (indices in the data set), `document_lengths` and `noise_seeds`, lists with one int per document.
 
     Args:
         block_size: slots of a block, the anchor's included.
@@ -231,7 +231,9 @@ class DataCollatorForDFlash:
             batch[name] = torch.full((len(rows), *shape), padding, dtype=torch.int64)
             for padded, row in zip(batch[name], collated, strict=True):
                 padded[: len(row[name])] = torch.from_numpy(row[name])
-        return batch | {name: [row[name] for row in collated] for name in ("document_lengths", "noise_seeds")}
+        return batch | {
+            name: [row[name] for row in collated] for name in ("documents", "document_lengths", "noise_seeds")
+        }
 
     def _collate_row(self, row: dict[str, Any]) -> dict[str, Any]:
         """The unpadded entries of one row."""

@@ -6,6 +6,8 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from .run_record import CHANGES
+
 
 @dataclass
 class DFlashTrainingArguments(TrainingArguments):
@@ -42,6 +44,10 @@ class DFlashTrainingArguments(TrainingArguments):
             Arguments of `from_pretrained` for a target given by id or folder.
         drafter_attn_implementation (`str`, *optional*):
             `"flex_attention"`, `"sdpa"` or `"eager"`; by default flex on CUDA and sdpa elsewhere.
+        max_nonfinite_steps (`int`, *optional*, defaults to 10):
+            Steps in a row with a loss or gradients that are not finite, each of them left out, that stop the run.
+        allow_resume_changes (`list[str]`, *optional*):
+            What may differ from the resumed checkpoint's run: `"target"`, `"tokenizer"`, `"data"`, `"rows"`.
     """
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "target_model_init_kwargs"]  # noqa: RUF012
@@ -71,6 +77,12 @@ class DFlashTrainingArguments(TrainingArguments):
         default=None, metadata={"help": "Arguments of from_pretrained for a target given by id or folder."}
     )
     drafter_attn_implementation: str | None = field(default=None, metadata={"help": "flex_attention, sdpa or eager."})
+    max_nonfinite_steps: int = field(
+        default=10, metadata={"help": "Steps in a row that are not finite and left out, after which the run stops."}
+    )
+    allow_resume_changes: list[str] | None = field(
+        default=None, metadata={"help": "What may differ on resuming: target, tokenizer, data, rows."}
+    )
 
     learning_rate: float = field(default=6e-4, metadata={"help": "Initial learning rate."})
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "Learning rate schedule."})
@@ -114,6 +126,16 @@ class DFlashTrainingArguments(TrainingArguments):
                 "target_model_init_kwargs holds a token, which would be written into every checkpoint with the "
                 "arguments. Set the environment variable HF_TOKEN, or log in with `hf auth login`."
             )
+        if self.max_nonfinite_steps < 1:
+            raise ValueError(f"max_nonfinite_steps={self.max_nonfinite_steps} must be at least 1.")
+        unknown = sorted(set(self.allow_resume_changes or []) - set(CHANGES))
+        if unknown:
+            raise ValueError(f"allow_resume_changes names {unknown}; what may differ is one of {list(CHANGES)}.")
+        if self.enable_jit_checkpoint:
+            raise ValueError(
+                "enable_jit_checkpoint=True would write a checkpoint in place, where a kill leaves half of it. Leave "
+                "it False: DFlashTrainer ends a run at SIGTERM and SIGINT with a checkpoint of its own."
+            )
         if self.label_smoothing_factor:
             raise ValueError(
                 f"label_smoothing_factor={self.label_smoothing_factor} has no effect on a drafter's objective, which "
@@ -121,6 +143,10 @@ class DFlashTrainingArguments(TrainingArguments):
             )
         if not 0 <= self.context_noise < float("inf"):
             raise ValueError(f"context_noise={self.context_noise} must be 0 or a positive half-width, such as 0.05.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Every checkpoint holds a pickle of the arguments, which must not hold a token.
+        return {name: None if name.endswith("_token") else value for name, value in vars(self).items()}
 
     @property
     def n_gpu(self) -> int:
