@@ -11,7 +11,6 @@ A step that is left out changes neither weights nor optimizer; it still counts a
 rate stay those of the plan.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -191,32 +190,37 @@ def first_nonfinite_parameter(model: nn.Module) -> str | None:
     return next((name for name, is_finite in zip(named, finite, strict=True) if not is_finite), None)
 
 
-def check_can_learn(drafter: nn.Module, learning_rates: Iterable[float]) -> None:
+def check_can_learn(drafter: nn.Module, groups: list[dict[str, Any]]) -> None:
     """Raises for a loss that cannot fall, whatever the data; warns of parameters that are frozen.
 
     Args:
         drafter: The model to be trained.
-        learning_rates: Of the optimizer's groups, before any schedule.
+        groups: Of the optimizer: `lr` (or `initial_lr`, before the schedule), and `params` where it exists already.
 
     Raises:
-        ValueError: Every learning rate is 0, or no parameter requires a gradient.
+        ValueError: Every learning rate is 0, no parameter requires a gradient, or the optimizer has none of them.
     """
-    rates = list(learning_rates)
-    if not any(rates):
+    if not any(group.get("initial_lr", group["lr"]) for group in groups):
         raise ValueError(
-            f"The learning rate is {rates[0] if rates else 0}, so no step would change the drafter. Set learning_rate "
-            "(the paper: 6e-4), or call evaluate() if nothing is to be trained."
+            "The learning rate is 0, so no step would change the drafter. Set learning_rate (the paper: 6e-4), or "
+            "call evaluate() if nothing is to be trained."
         )
-    frozen = [name for name, parameter in drafter.named_parameters() if not parameter.requires_grad]
-    total = sum(1 for _ in drafter.parameters())
-    if len(frozen) == total:
+    named = dict(drafter.named_parameters())
+    frozen = [name for name, parameter in named.items() if not parameter.requires_grad]
+    if len(frozen) == len(named):
         raise ValueError(
-            f"None of the drafter's {total} parameters requires a gradient, so no step would change it. Call "
+            f"None of the drafter's {len(named)} parameters requires a gradient, so no step would change it. Call "
             "drafter.requires_grad_(True), or freeze fewer of them."
+        )
+    held = {id(parameter) for group in groups for parameter in group.get("params", named.values())}
+    if not any(id(parameter) in held for parameter in named.values() if parameter.requires_grad):
+        raise ValueError(
+            "The optimizer holds none of the drafter's parameters that require a gradient, so no step would change "
+            "them. Make it from drafter.parameters(), or leave it out."
         )
     if frozen:
         logger.warning(
-            f"{len(frozen)} of the drafter's {total} parameters are frozen and will not be trained: "
+            f"{len(frozen)} of the drafter's {len(named)} parameters are frozen and will not be trained: "
             f"{', '.join(frozen[:MAX_NAMED])}{', ...' if len(frozen) > MAX_NAMED else ''}."
         )
 
