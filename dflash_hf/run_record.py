@@ -34,8 +34,11 @@ LEARNING_ARGUMENTS = (
     *("num_anchors", "max_anchors_per_row", "context_noise", "objective", "loss_gamma", "dpace_alpha"),
     *("bf16", "fp16", "tf32", "ignore_data_skip", "target_model_init_kwargs"),
 )
-# Fields of a saved configuration that say how it was saved, not what the drafter is.
-CONFIG_FIELDS_OF_SAVING = ("_name_or_path", "architectures", "auto_map", "dtype", "transformers_version")
+# Fields of a saved configuration that say how it was saved, or that Trainer takes from the tokenizer when it starts.
+CONFIG_FIELDS_OF_SAVING = (
+    *("_name_or_path", "architectures", "auto_map", "dtype", "transformers_version"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
 
 
 def _digest(*parts: bytes) -> str:
