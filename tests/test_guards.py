@@ -128,6 +128,13 @@ def test_nan_in_a_weight_of_the_drafter_is_named_and_never_saved(target, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
 
 
+def test_nan_in_a_weight_from_the_start_is_an_error_in_the_first_step(target, tmp_path):
+    trainer = make_trainer(tmp_path, target)
+    trainer.model.norm.weight.data.fill_(float("nan"))
+    with pytest.raises(NonFiniteTrainingError, match=r"Step 1 .*drafter's own norm.weight"):
+        trainer.train()
+
+
 def poisoned_training(folder: str, poisoned: tuple[int, ...], **arguments) -> None:
     """Target of a process: what a rank has after 4 steps."""
     trainer = poisoned_trainer(Path(folder) / "run", dense_target(), poisoned, max_steps=4, **arguments)
