@@ -48,6 +48,9 @@ class DFlashTrainingArguments(TrainingArguments):
             Steps in a row with a loss or gradients that are not finite, each of them left out, that stop the run.
         allow_resume_changes (`list[str]`, *optional*):
             What may differ from the resumed checkpoint's run: `"target"`, `"tokenizer"`, `"data"`, `"rows"`.
+        compile_layers (`bool`, *optional*):
+            Compile the drafter's layers one by one, which takes seconds instead of the minutes of a whole model; by
+            default on CUDA. `torch_compile` keeps its meaning, the whole model, and switches this off.
     """
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "target_model_init_kwargs"]  # noqa: RUF012
@@ -82,6 +85,9 @@ class DFlashTrainingArguments(TrainingArguments):
     )
     allow_resume_changes: list[str] | None = field(
         default=None, metadata={"help": "What may differ on resuming: target, tokenizer, data, rows."}
+    )
+    compile_layers: bool | None = field(
+        default=None, metadata={"help": "Compile the drafter's layers one by one; by default on CUDA."}
     )
 
     learning_rate: float = field(default=6e-4, metadata={"help": "Initial learning rate."})
