@@ -78,6 +78,11 @@ class Interrupts(TrainerCallback):
             self._thread.join()
         self._before, self._pipe, self._thread = {}, None, None
 
+    def pass_on(self) -> None:
+        """Send a signal that came too late to end the run (in its last step, say) to whoever handles it now."""
+        if self.received is not None and not self.stopping:
+            signal.raise_signal(self.received)
+
     def _read(self, descriptor: int) -> None:
         while number := os.read(descriptor, 1):
             if number[0] in SIGNALS:

@@ -14,8 +14,10 @@ from .checkpointing import (
     clean_up,
     last_complete_checkpoint,
     manifest_problems,
+    step_of,
 )
 from .configuration_dflash import DFlashDraftConfig
+from .remote_store import describe, fetch_checkpoint, is_remote, remote_steps
 from .run_record import CONFIG_FIELDS_OF_SAVING, check_record
 
 
@@ -44,7 +46,8 @@ def resume_folder(trainer: Any, resume: str | Path | bool | None) -> Path | None
 
     Args:
         trainer: The [`DFlashTrainer`] that is about to train.
-        resume: A checkpoint, or True for the newest complete one of `output_dir`.
+        resume: A checkpoint, an fsspec address, or True for the newest complete one of `output_dir` and
+            `remote_checkpoint_dir`.
 
     Returns:
         Its folder, or None to start anew.
@@ -54,7 +57,12 @@ def resume_folder(trainer: Any, resume: str | Path | bool | None) -> Path | None
     """
     if resume is None or resume is False:
         return None
-    folder = _newest(trainer.args.output_dir) if resume is True else Path(resume)
+    if resume is True:
+        folder = _newest(trainer.args.output_dir, trainer.args.remote_checkpoint_dir)
+    elif is_remote(resume):
+        folder = fetch_checkpoint(str(resume), trainer.args.output_dir)
+    else:
+        folder = Path(resume)
     if not folder.is_dir():
         raise ValueError(
             f"resume_from_checkpoint={str(resume)!r} is no folder. Give a checkpoint-N of an earlier run, or True for "
@@ -74,12 +82,21 @@ def resume_folder(trainer: Any, resume: str | Path | bool | None) -> Path | None
     return folder
 
 
-def _newest(output_dir: str) -> Path:
+def _newest(output_dir: str, remote: str | None) -> Path:
     folder = last_complete_checkpoint(output_dir)
+    steps = []
+    if remote is not None:
+        try:
+            steps = remote_steps(remote)
+        # Whatever a file system raises, what is here can be resumed.
+        except Exception as error:
+            logger.warning(f"{remote} does not answer ({describe(error)}); only output_dir is looked at.")
+    if steps and (folder is None or steps[-1] > (step_of(folder) or 0)):
+        return fetch_checkpoint(f"{remote}/checkpoint-{steps[-1]}", output_dir)
     if folder is None:
         raise ValueError(
-            f"resume_from_checkpoint=True, and output_dir={output_dir!r} holds no complete checkpoint. Name one, or "
-            "leave resume_from_checkpoint out to start anew."
+            f"resume_from_checkpoint=True, and output_dir={output_dir!r} holds no complete checkpoint"
+            f"{f', nor does {remote}' if remote else ''}. Name one, or leave resume_from_checkpoint out to start anew."
         )
     return folder
 

@@ -23,6 +23,7 @@ from .interrupts import Interrupts, TrainingInterrupted
 from .losses import IGNORE_INDEX, BlockSums, Objective, make_objective
 from .modeling_dflash import DFlashDraftModel
 from .packing import PackedDataset, RowSampler
+from .remote_checkpoints import RemoteCheckpointCallback
 from .resuming import prepare_output, resume_folder
 from .run_record import run_record, write_record
 from .target import FrozenHead, FrozenTarget
@@ -135,6 +136,8 @@ class DFlashTrainer(Trainer):
         self._interrupts = Interrupts(args.world_size)
         self.add_callback(self._guard)
         self.add_callback(self._interrupts)
+        if args.remote_checkpoint_dir is not None:
+            self.add_callback(RemoteCheckpointCallback(args.remote_checkpoint_dir))
 
     def _pack(self, data: Any) -> PackedDataset | None:
         """Chats or documents to packed rows, checked before any GPU time is spent."""
@@ -229,14 +232,16 @@ class DFlashTrainer(Trainer):
 
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*):
-                A checkpoint, or True for the newest complete one of `output_dir`. One of another drafter, target,
-                tokenizer or data set is refused.
+                A checkpoint, its fsspec address (or that of a folder of them), or True for the newest complete one of
+                `output_dir` and `remote_checkpoint_dir`. One of another drafter, target, tokenizer or data set is
+                refused.
             *args: Further arguments of [`~transformers.Trainer.train`].
             **kwargs: The same.
 
         Raises:
             TrainingInterrupted: SIGTERM or SIGINT came; a `SystemExit` that a script passes on.
             NonFiniteTrainingError: Too many steps in a row were not finite.
+            RemoteCheckpointError: Training is done, but its last checkpoint never arrived at the remote address.
             ValueError: The loss cannot fall, or the checkpoint cannot be resumed.
         """
         groups = [{"lr": self.args.learning_rate}] if self.optimizer is None else self.optimizer.param_groups
@@ -247,17 +252,28 @@ class DFlashTrainer(Trainer):
         folder = decided_by_main(self, lambda: resume_folder(self, resume_from_checkpoint))
         self._interrupts.install()
         try:
-            return super().train(None if folder is None else str(folder), *args, **kwargs)
+            output = super().train(None if folder is None else str(folder), *args, **kwargs)
+            for mirror in self._mirrors():
+                decided_by_main(self, mirror.finish)
         except TrainingInterrupted:
             self._end_interrupted()
             raise
         finally:
+            for mirror in self._mirrors():
+                mirror.close()
             self._guard.close()
             self._interrupts.remove()
+        self._interrupts.pass_on()
+        return output
+
+    def _mirrors(self) -> list[RemoteCheckpointCallback]:
+        return [c for c in self.callback_handler.callbacks if isinstance(c, RemoteCheckpointCallback)]
 
     def _end_interrupted(self) -> None:
         self.callback_handler.on_train_end(self.args, self.state, self.control)
         self._finish_current_push()
+        for mirror in self._mirrors():
+            mirror.close()
         self.is_in_train = False
         if self.args.world_size > 1:
             # A rank that exits while another one still talks to it aborts.

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from .remote_store import check_address
 from .run_record import CHANGES
 
 
@@ -46,6 +47,9 @@ class DFlashTrainingArguments(TrainingArguments):
             `"flex_attention"`, `"sdpa"` or `"eager"`; by default flex on CUDA and sdpa elsewhere.
         max_nonfinite_steps (`int`, *optional*, defaults to 10):
             Steps in a row with a loss or gradients that are not finite, each of them left out, that stop the run.
+        remote_checkpoint_dir (`str`, *optional*):
+            fsspec address (`s3://bucket/run`) to which each finished checkpoint is copied in the background. Its
+            package takes the credentials from the environment or its own files; none belong into the address.
         allow_resume_changes (`list[str]`, *optional*):
             What may differ from the resumed checkpoint's run: `"target"`, `"tokenizer"`, `"data"`, `"rows"`.
         compile_layers (`bool`, *optional*):
@@ -82,6 +86,9 @@ class DFlashTrainingArguments(TrainingArguments):
     drafter_attn_implementation: str | None = field(default=None, metadata={"help": "flex_attention, sdpa or eager."})
     max_nonfinite_steps: int = field(
         default=10, metadata={"help": "Steps in a row that are not finite and left out, after which the run stops."}
+    )
+    remote_checkpoint_dir: str | None = field(
+        default=None, metadata={"help": "fsspec address to which each finished checkpoint is copied."}
     )
     allow_resume_changes: list[str] | None = field(
         default=None, metadata={"help": "What may differ on resuming: target, tokenizer, data, rows."}
@@ -137,6 +144,8 @@ class DFlashTrainingArguments(TrainingArguments):
         unknown = sorted(set(self.allow_resume_changes or []) - set(CHANGES))
         if unknown:
             raise ValueError(f"allow_resume_changes names {unknown}; what may differ is one of {list(CHANGES)}.")
+        if self.remote_checkpoint_dir is not None:
+            check_address(self.remote_checkpoint_dir)
         if self.enable_jit_checkpoint:
             raise ValueError(
                 "enable_jit_checkpoint=True would write a checkpoint in place, where a kill leaves half of it. Leave "
