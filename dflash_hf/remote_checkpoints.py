@@ -149,15 +149,26 @@ def _name(snapshot: Path) -> str:
 
 
 def _snapshot(folder: Path) -> Path:
-    """Hard links to the files of a checkpoint, which stay when it is rotated away."""
-    snapshot = folder.parent / f"{SNAPSHOT_PREFIX}{folder.name}-{time.monotonic_ns()}" / folder.name
+    return linked_copy(folder, folder.parent / f"{SNAPSHOT_PREFIX}{folder.name}-{time.monotonic_ns()}" / folder.name)
+
+
+def linked_copy(folder: Path, copy: Path) -> Path:
+    """Hard links to the files of a checkpoint, which stay when it is rotated away.
+
+    Args:
+        folder: The checkpoint.
+        copy: A folder on the same disk that does not exist yet.
+
+    Returns:
+        The copy.
+    """
     try:
-        shutil.copytree(folder, snapshot, copy_function=os.link)
+        shutil.copytree(folder, copy, copy_function=os.link)
     except OSError:
         logger.warning(f"The disk of {folder.parent} has no hard links: each upload takes a copy of the checkpoint.")
-        shutil.rmtree(snapshot, ignore_errors=True)
-        shutil.copytree(folder, snapshot)
-    return snapshot
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(folder, copy)
+    return copy
 
 
-__all__ = ["RemoteCheckpointCallback", "RemoteCheckpointError"]
+__all__ = ["RemoteCheckpointCallback", "RemoteCheckpointError", "linked_copy"]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`DFlashTrainer`: a transformers Trainer that runs a frozen target beside the drafter it trains."""
 
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from .conversations import tokenize_completions
 from .data_collator import DataCollatorForDFlash, check_documents, num_valid_anchors
 from .drafter_loss import drafter_loss
 from .guards import StepGuard, check_can_learn, first_nonfinite_parameter
+from .hub_pushes import push_checkpoint, write_publishable
 from .interrupts import Interrupts, TrainingInterrupted
 from .losses import IGNORE_INDEX, BlockSums, Objective, make_objective
 from .modeling_dflash import DFlashDraftModel
@@ -134,6 +136,8 @@ class DFlashTrainer(Trainer):
         self._step_sums = BlockSums.zeros(config.block_size, args.device)
         self._guard = StepGuard(drafter, args.max_nonfinite_steps, scaled=self.accelerator.scaler is not None)
         self._interrupts = Interrupts(args.world_size)
+        # Where push_to_hub() writes the drafter, while it runs.
+        self._publishing: Path | None = None
         self.add_callback(self._guard)
         self.add_callback(self._interrupts)
         if args.remote_checkpoint_dir is not None:
@@ -293,6 +297,35 @@ class DFlashTrainer(Trainer):
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
         rotate(self, run_dir)
+
+    def push_to_hub(
+        self, commit_message="End of training", blocking=True, token=None, revision=None, private=None, **kwargs
+    ):
+        """The parent's push, of the publishable bf16 drafter: `output_dir` keeps the fp32 masters."""
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token, private=private)
+        output_dir = self.args.output_dir
+        assert output_dir is not None
+        # The parent pushes the folder that it saves to, and names the model after it.
+        self._publishing = Path(output_dir, "_push-final", Path(output_dir).absolute().name)
+        self.args.output_dir = str(self._publishing)
+        try:
+            pushed = super().push_to_hub(commit_message, blocking, token, revision, private, **kwargs)
+            if blocking and self.is_world_process_zero():
+                shutil.rmtree(self._publishing.parent)
+            return pushed
+        finally:
+            self.args.output_dir, self._publishing = output_dir, None
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        # The parent copies the checkpoint's fp32 weights, and pushes folders that may be rotated away meanwhile.
+        push_checkpoint(self, Path(checkpoint_folder))
+
+    def _save(self, output_dir=None, state_dict=None):
+        if self._publishing is None:
+            super()._save(output_dir, state_dict)
+        elif self.args.should_save:
+            write_publishable(self, self._publishing)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         with warnings.catch_warnings():
