@@ -51,8 +51,6 @@ class RemoteCheckpointCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if args.process_index != 0:
             return
-        for left in Path(args.output_dir).glob(f"{SNAPSHOT_PREFIX}*"):
-            shutil.rmtree(left, ignore_errors=True)
         self.arrived, self.missing, self._is_ending = [], None, False
         self._thread = threading.Thread(target=self._work, name="remote-checkpoints", daemon=True)
         self._thread.start()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which checkpoint a run goes on from, and whether it is the same run."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from .checkpointing import (
     step_of,
 )
 from .configuration_dflash import DFlashDraftConfig
+from .hub_pushes import STAGING_PREFIX
+from .remote_checkpoints import SNAPSHOT_PREFIX
 from .remote_store import describe, fetch_checkpoint, is_remote, remote_steps
 from .run_record import CONFIG_FIELDS_OF_SAVING, check_record
 
@@ -36,6 +39,8 @@ def prepare_output(trainer: Any) -> None:
     args, folder = trainer.args, Path(trainer.args.output_dir)
     if folder.exists():
         clean_up(folder)
+        for left in [path for prefix in (SNAPSHOT_PREFIX, STAGING_PREFIX) for path in folder.glob(f"{prefix}*")]:
+            shutil.rmtree(left, ignore_errors=True)
     if args.save_strategy != SaveStrategy.NO:
         folder.mkdir(parents=True, exist_ok=True)
         check_disk_space(folder, checkpoint_bytes(trainer.model, None, args.save_only_model))

@@ -222,3 +222,35 @@ def test_an_optimizer_of_another_model_is_an_error_at_the_start(target, tmp_path
 def test_max_nonfinite_steps_must_be_positive(target, tmp_path):
     with pytest.raises(ValueError, match="max_nonfinite_steps=0"):
         make_trainer(tmp_path, target, max_nonfinite_steps=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("poisoned", [(), (2,)])
+def test_on_a_gpu_the_step_is_left_out_without_a_wait(target, tmp_path, caplog, poisoned):
+    """From the norm of the gradients to the end of the optimizer's step, nothing looks at the device."""
+
+    class Watch(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            torch.cuda.set_sync_debug_mode("error")
+
+        def on_optimizer_step(self, args, state, control, **kwargs):
+            torch.cuda.set_sync_debug_mode("default")
+
+    trainer = poisoned_trainer(tmp_path, dense_target(), poisoned, use_cpu=False, logging_strategy="no", max_steps=8)
+    trainer.add_callback(Watch())
+    judge = trainer._guard.judge
+
+    def watched(*args):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return judge(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    trainer._guard.judge = watched
+    trainer.train()
+    steps = [int(message.split()[1]) for message in caplog.messages if "was left out" in message]
+    assert len(steps) == (2 if poisoned else 0)
+    same = [step + 1 for step in range(1, 8) if equal(trainer.after[step], trainer.after[step - 1])]
+    assert same == [step for step in steps if step > 1]
+    assert all("not finite in document 2." in message for message in caplog.messages if "was left out" in message)
