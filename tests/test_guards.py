@@ -254,3 +254,13 @@ def test_on_a_gpu_the_step_is_left_out_without_a_wait(target, tmp_path, caplog, 
     same = [step + 1 for step in range(1, 8) if equal(trainer.after[step], trainer.after[step - 1])]
     assert same == [step for step in steps if step > 1]
     assert all("not finite in document 2." in message for message in caplog.messages if "was left out" in message)
+
+
+def test_a_loss_that_is_not_finite_marks_its_gradients_even_where_they_would_be_finite():
+    """So the sum of gradients tells every rank of it."""
+    guard = StepGuard(torch.nn.Linear(1, 1), max_in_a_row=2)
+    for value, marked in ((1.0, False), (float("inf"), True), (float("nan"), True)):
+        parameter = torch.ones(3, requires_grad=True)
+        guard.marked(parameter.sum() + value).backward()
+        assert torch.isnan(parameter.grad).all().item() is marked
+        assert marked or torch.equal(parameter.grad, torch.ones(3))
