@@ -122,7 +122,7 @@ def start(function, *args, world: int = 1, log: Path, environment: dict[str, str
             port = free.getsockname()[1]
         for rank, own in enumerate(environments):
             own |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_PORT": str(port)}
-            own |= {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true"}
+            own |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": str(world), "ACCELERATE_USE_CPU": "true"}
     context = _context()
     processes = [context.Process(target=_enter, args=(function, own, str(log), args, kwargs)) for own in environments]
     for process in processes:
