@@ -115,7 +115,8 @@ def _context():
 
 def start(function, *args, world: int = 1, log: Path, environment: dict[str, str] | None = None, **kwargs) -> list:
     """Start a function in a process, or as several gloo ranks, its output going to a file."""
-    environments: list[dict[str, str]] = [dict(environment or {}) for _ in range(world)]
+    # The server keeps the environment that it was started in.
+    environments: list[dict[str, str]] = [{**os.environ, **(environment or {})} for _ in range(world)]
     if world > 1:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

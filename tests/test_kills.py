@@ -19,6 +19,11 @@ from dflash_hf.interrupts import INTERRUPTED_STATUS
 STEPS, SAVE_STEPS = 60, 10
 
 
+def slow(value):
+    """A parameter that `make test-all` adds."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 def resumed_training(folder: str, **kwargs) -> None:
     """Target of a process: go on from the newest complete checkpoint, if there is one."""
     newest = last_complete_checkpoint(f"{folder}/run")
@@ -79,7 +84,7 @@ def kill(folder: Path, world: int, generator: random.Random) -> str:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [1, slow(5)])
 def test_a_run_killed_at_random_moments_ends_with_the_same_weights(whole, tmp_path, world, kills):
     """Also two ranks, which a spot instance loses together."""
     seed = random.SystemRandom().randrange(2**32)
@@ -89,9 +94,7 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_weights(whole, tmp_pa
     assert_same_end(tmp_path, whole[world], world, f"seed {seed}: killed {', '.join(moments)}")
 
 
-@pytest.mark.parametrize(
-    "where", ["make_manifest", pytest.param("publish", marks=pytest.mark.slow), pytest.param("_flush")]
-)
+@pytest.mark.parametrize("where", ["make_manifest", slow("publish"), slow("_flush")])
 def test_a_run_killed_while_a_checkpoint_is_written_goes_on_from_a_complete_one(whole, tmp_path, where):
     """Before the manifest, before the flush, and while files are flushed."""
     processes = start(training_that_stalls, str(tmp_path), 20, where, log=tmp_path / "log")
