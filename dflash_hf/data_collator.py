@@ -188,7 +188,7 @@ class DataCollatorForDFlash:
     in padding; `anchor_positions` [B, N], indices into the row, ascending, unused slots -1 at the end; `labels`
     [B, N, b], where slot k holds the token k after the anchor if all tokens up to it are supervised, else -100;
     `counted_slots`, a numpy array [B, N] with the number of labels of each block that count, which stays on the host;
-    `document_lengths` and `noise_seeds`, lists with one int per document.
+    `documents` (indices in the data set), `document_lengths` and `noise_seeds`, lists with one int per document.
 
     Args:
         block_size: slots of a block, the anchor's included.
@@ -252,7 +252,8 @@ class DataCollatorForDFlash:
                 padded[: len(row[name])] = torch.from_numpy(row[name])
         # Known here without waiting for a device: which slots meet the head.
         batch["counted_slots"] = (batch["labels"] != IGNORE_INDEX).sum(-1).numpy()
-        return batch | {name: [row[name] for row in collated] for name in ("document_lengths", "noise_seeds")}
+        lists = ("documents", "document_lengths", "noise_seeds")
+        return batch | {name: [row[name] for row in collated] for name in lists}
 
     def _collate_row(self, row: dict[str, Any]) -> dict[str, Any]:
         """The unpadded entries of one row."""
