@@ -17,7 +17,8 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from .chat_rows import read_chats
-from .rendering import ChatFormat, Document, Turn, cut, drafts_of
+from .documents import Document, Turn, cut, drafts_of
+from .rendering import ChatFormat
 from .sources import SourceError, list_files, open_filesystem, read_rows
 
 

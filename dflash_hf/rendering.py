@@ -8,7 +8,8 @@ prompt's.
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -16,55 +17,13 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from .answers import REASONING_KEYS, check_complete, has_thinking, last_own_text, template_text, with_thinking_apart
 from .chat_rows import Chat, RowError
+from .documents import Document, Draft, Piece, Turn
 
 
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 # Stands for the end of a turn that an answer only speaks of; no text holds this character, which is reserved.
 HIDDEN = "\ufdd0"
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Text or ids that are encoded by themselves."""
-
-    content: str | list[int]
-    is_supervised: bool
-    # False for what begins a document, and for text that stands where special tokens are only spoken of.
-    is_apart: bool = True
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One answer: the prompt's text, the answer's pieces, and what text the template put before the message's own."""
-
-    prompt: str
-    pieces: list[Piece]
-    # None where the answer's text does not tell its ids: then later turns cannot go on from it.
-    answer: str | None
-    is_truncated: bool = False
-    template_text: str = ""
-
-
-@dataclass(frozen=True)
-class Draft:
-    """One document before it is encoded."""
-
-    pieces: list[Piece]
-    is_truncated: bool
-
-
-@dataclass(frozen=True)
-class Document:
-    """Token ids, int32 [T], and the half-open spans of them that the target generated."""
-
-    input_ids: np.ndarray
-    supervised_spans: list[list[int]]
-    is_truncated: bool = False
-
-    @property
-    def num_supervised(self) -> int:
-        return sum(stop - start for start, stop in self.supervised_spans)
 
 
 @dataclass(frozen=True)
@@ -74,15 +33,20 @@ class ChatFormat:
     tokenizer: PreTrainedTokenizerBase
     template_kwargs: dict[str, Any]
     end_ids: frozenset[int]
+    infer_thinking: bool = False
 
     @classmethod
     def of(
         cls,
         tokenizer: PreTrainedTokenizerBase,
         eos_token_ids: int | Iterable[int] | None = None,
+        infer_thinking: bool = False,
         **template_kwargs: Any,
     ) -> "ChatFormat":
-        """The format of a tokenizer; template arguments that are None are not handed to the template."""
+        """The format of a tokenizer; template arguments that are None are not handed to the template.
+
+        With `infer_thinking`, enable_thinking is True for an answer that holds thinking, and False for others.
+        """
         if not tokenizer.chat_template:
             raise ValueError(
                 "The tokenizer has no chat template, so the target's prompts cannot be rebuilt: use the tokenizer of "
@@ -92,7 +56,8 @@ class ChatFormat:
         end_ids = frozenset(i for i in (tokenizer.eos_token_id, *extra) if i is not None)
         if not end_ids:
             raise ValueError("The tokenizer has no eos token, so no turn has an end: pass eos_token_ids.")
-        return cls(tokenizer, {key: v for key, v in template_kwargs.items() if v is not None}, end_ids)
+        given = {key: value for key, value in template_kwargs.items() if value is not None}
+        return cls(tokenizer, given, end_ids, infer_thinking)
 
     @cached_property
     def end_texts(self) -> list[str]:
@@ -125,14 +90,30 @@ class ChatFormat:
         return [self._turn(chat, i, is_last=i == answers[-1]) for i in wanted]
 
     def _turn(self, chat: Chat, index: int, is_last: bool) -> Turn:
+        message = chat.messages[index]
+        if self.infer_thinking:
+            chat = replace(chat, template_kwargs={"enable_thinking": has_thinking(message), **chat.template_kwargs})
         prompt = self._render(chat, chat.messages[:index], add_generation_prompt=True)
-        if is_last and chat.completion_ids is not None:
-            ids = chat.completion_ids
-            return Turn(prompt, [Piece(ids, True)], None, chat.is_truncated)
-        message, is_hidden = self._hide_ends(chat.messages[index])
-        rendered = self._rendered_answer(chat, prompt, [*chat.messages[:index], message])
-        _check_complete(message, rendered)
         is_truncated = is_last and chat.is_truncated
+        if is_last and chat.completion_ids is not None:
+            return Turn(prompt, [Piece(chat.completion_ids, True)], None, is_truncated)
+        apart = with_thinking_apart(message, prompt, is_truncated)
+        try:
+            turn = self._turn_of(chat, index, message, prompt, is_truncated)
+        except RowError:
+            if apart is None:
+                raise
+            return self._turn_of(chat, index, apart, prompt, is_truncated)
+        # A template that does not know thinking within the content closes an empty thinking block before it.
+        if turn.template_text and apart is not None:
+            with suppress(RowError):
+                return self._turn_of(chat, index, apart, prompt, is_truncated)
+        return turn
+
+    def _turn_of(self, chat: Chat, index: int, message: dict, prompt: str, is_truncated: bool) -> Turn:
+        message, is_hidden = self._hide_ends(message)
+        rendered = self._rendered_answer(chat, prompt, [*chat.messages[:index], message])
+        check_complete(message, rendered)
         answer = self._generated(rendered, message, is_truncated)
         pieces = self._spelled_out(answer) if is_hidden else [Piece(answer, True)] if answer else []
         return Turn(
@@ -140,7 +121,7 @@ class ChatFormat:
             pieces,
             None if is_hidden or is_truncated else answer,
             is_truncated,
-            _template_text(answer, message),
+            template_text(answer, message),
         )
 
     def _render(self, chat: Chat, messages: list[dict], add_generation_prompt: bool) -> str:
@@ -181,7 +162,7 @@ class ChatFormat:
 
     def _generated(self, rendered: str, message: dict, is_truncated: bool) -> str:
         """The text up to the first end of a turn, where generation stops; a truncated answer ends before it."""
-        own = _last_own_text(message)
+        own = last_own_text(message)
         if is_truncated and own and own in rendered:
             # What the template closes the text with, such as the end of a thinking block, was not generated either.
             return rendered[: rendered.rindex(own) + len(own)]
@@ -271,68 +252,3 @@ class ChatFormat:
             return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
         # The template writes special tokens itself, and what is too long is cut later, so there is nothing to warn of.
         return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-
-
-def drafts_of(turns: Sequence[Turn], merge: bool) -> list[Draft]:
-    """One draft per turn, or, with `merge`, one for each run of turns whose prompts go on from the turn before."""
-    drafts: list[Draft] = []
-    # The text of the last draft, up to which the next prompt must agree with it.
-    so_far: str | None = None
-    for turn in turns:
-        if merge and so_far is not None and turn.prompt.startswith(so_far):
-            between = turn.prompt[len(so_far) :]
-            pieces = [*drafts.pop().pieces, Piece(between, False), *turn.pieces]
-        else:
-            pieces = [Piece(turn.prompt, False, is_apart=False), *turn.pieces]
-        drafts.append(Draft(pieces, turn.is_truncated))
-        so_far = None if turn.answer is None else turn.prompt + turn.answer
-    return drafts
-
-
-def cut(document: Document, max_length: int | None) -> Document | None:
-    """The first `max_length` tokens with what is supervised of them, or None where that is nothing."""
-    if max_length is None or len(document.input_ids) <= max_length:
-        return document if document.supervised_spans else None
-    spans = [[start, min(stop, max_length)] for start, stop in document.supervised_spans if start < max_length]
-    return Document(document.input_ids[:max_length], spans, True) if spans else None
-
-
-def windows(document: Document, length: int) -> list[Document]:
-    """Documents that together supervise every token once: `length` more tokens each, behind all that precedes them."""
-    documents = []
-    total = len(document.input_ids)
-    for begin in range(0, total, length):
-        end = min(begin + length, total)
-        spans = [[max(a, begin), min(b, end)] for a, b in document.supervised_spans if a < end and b > begin]
-        if spans:
-            documents.append(Document(document.input_ids[:end], spans, document.is_truncated or end < total))
-    return documents
-
-
-def _last_own_text(message: dict) -> str:
-    texts = [message.get(key) for key in ("content", *REASONING_KEYS)]
-    return next((text.lstrip() for text in texts if isinstance(text, str) and text.strip()), "")
-
-
-def _check_complete(message: dict, rendered: str) -> None:
-    """Refuses an answer of which the template leaves out the thinking or the content (case DT6)."""
-    content = message["content"]
-    thinking = next((message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)), "")
-    if "</think>" in content:
-        inline, content = content.rsplit("</think>", 1)
-        thinking = thinking or inline.rsplit("<think>", 1)[-1]
-    for name, text in (("thinking", thinking), ("content", content)):
-        if text.strip() not in rendered:
-            raise RowError(
-                f"{name} lost",
-                f"the template leaves out the answer's {name}, {text.strip()[:60]!r}, so what the target generated "
-                "cannot be rebuilt: give `completion_token_ids`, or the template that the target was served with.",
-            )
-
-
-def _template_text(answer: str, message: dict) -> str:
-    """Text other than blanks that stands before the content of a message that consists of content alone."""
-    content = _last_own_text(message).rstrip()
-    if message.keys() - {"role", "content", "name"} or content not in answer:
-        return ""
-    return answer.partition(content)[0].strip() if content else ""

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
-from .rendering import Document
+from .documents import Document
 from .sources import SourceFile
 
 

@@ -13,7 +13,8 @@ import fsspec
 from transformers import PreTrainedTokenizerBase
 
 from .chat_rows import Chat, RowError, read_chats
-from .rendering import ChatFormat, Document, Draft, cut, drafts_of, windows
+from .documents import Document, Draft, cut, drafts_of, windows
+from .rendering import ChatFormat
 from .shards import OpenShards, Placed, ShardWriter
 from .sources import SourceError, SourceFile, read_rows
 
@@ -37,6 +38,7 @@ class TokenizeOptions:
         last_turn_only: Whether only a conversation's last answer is supervised.
         enable_thinking: Handed to the template unless None, where a row has no `chat_template_kwargs` of its own.
         preserve_thinking: The same, whether the template keeps the thinking of earlier turns.
+        infer_thinking: Whether enable_thinking follows from each answer: True where it holds thinking, else False.
         template_kwargs: Further arguments of the template, such as `{"date_string": "26 Jul 2024"}`.
         eos_token_ids: Ids that end a turn besides the tokenizer's own.
         eval_fraction: Share of the conversations that go into the evaluation split, by a hash of their prompts.
@@ -49,6 +51,7 @@ class TokenizeOptions:
     last_turn_only: bool = False
     enable_thinking: bool | None = None
     preserve_thinking: bool | None = None
+    infer_thinking: bool = False
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     eos_token_ids: list[int] = field(default_factory=list)
     eval_fraction: float = 0.0
@@ -63,11 +66,14 @@ class TokenizeOptions:
             raise ValueError("long_documents='windows' needs max_length, the tokens of a window.")
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(f"eval_fraction must be at least 0 and below 1, got {self.eval_fraction}.")
+        if self.infer_thinking and self.enable_thinking is not None:
+            raise ValueError("Give enable_thinking for all rows or infer_thinking from each answer, not both.")
 
     def chat_format(self, tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
         return ChatFormat.of(
             tokenizer,
             self.eos_token_ids,
+            self.infer_thinking,
             enable_thinking=self.enable_thinking,
             preserve_thinking=self.preserve_thinking,
             **self.template_kwargs,

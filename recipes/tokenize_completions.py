@@ -39,6 +39,7 @@ class TokenizeArguments:
     last_turn_only: bool = field(default=False, metadata={"help": "Supervise only the last answer."})
     enable_thinking: bool | None = field(default=None, metadata={"help": "Handed to the chat template if given."})
     preserve_thinking: bool | None = field(default=None, metadata={"help": "Handed to the chat template if given."})
+    infer_thinking: bool = field(default=False, metadata={"help": "enable_thinking where an answer holds thinking."})
     template_kwargs: dict[str, Any] | None = field(default=None, metadata={"help": "Further template arguments."})
     eos_token_ids: list[int] | None = field(
         default=None, metadata={"help": "Ids that end a turn; by default those of the target's generation config."}
@@ -93,7 +94,7 @@ def main(arguments: TokenizeArguments) -> int:
         tokenizer = AutoTokenizer.from_pretrained(arguments.target)
         eos = target_eos_ids(arguments.target) if arguments.eos_token_ids is None else arguments.eos_token_ids
         names = ("max_length", "long_documents", "merge_turns", "last_turn_only", "enable_thinking")
-        names += ("preserve_thinking", "eval_fraction", "source")
+        names += ("preserve_thinking", "infer_thinking", "eval_fraction", "source")
         options = TokenizeOptions(
             **{name: getattr(arguments, name) for name in names},
             template_kwargs=arguments.template_kwargs or {},
