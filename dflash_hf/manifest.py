@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from datasets import Dataset, concatenate_datasets, load_dataset
+from datasets import Dataset, load_dataset
 from transformers import PreTrainedTokenizerBase
 
 from .sources import explained, open_filesystem
@@ -114,7 +114,6 @@ def open_documents(
             f"{address} holds no document of the split {split!r}: it has {manifest['documents']}. An evaluation split "
             "is made by --eval_fraction."
         )
-    # Each shard's own name carries its version, so that a folder written anew is not taken from the cache.
     base = os.fspath(address).rstrip("/")
     data = load_dataset(
         "parquet",
@@ -173,6 +172,3 @@ def _identities(documents: Dataset) -> list[dict]:
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-__all__ = ["check_documents_fit", "concatenate_datasets", "open_documents", "read_manifest"]

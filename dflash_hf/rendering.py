@@ -249,6 +249,8 @@ class ChatFormat:
             # What a tokenizer file says of cutting and padding is for a model's input, not for a corpus.
             backend.no_truncation()
             backend.no_padding()
+            # It stays as the call before has set it.
+            backend.encode_special_tokens = False
             return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
         # The template writes special tokens itself, and what is too long is cut later, so there is nothing to warn of.
         return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]

@@ -15,6 +15,7 @@ from .configuration_dflash import DFlashDraftConfig
 from .conversations import tokenize_completions
 from .data_collator import DataCollatorForDFlash, check_documents
 from .losses import IGNORE_INDEX, BlockSums, Objective, frozen_head_loss, make_objective
+from .manifest import check_documents_fit
 from .masking import block_position_ids, training_masks
 from .modeling_dflash import DFlashDraftModel
 from .packing import PackedDataset, RowSampler
@@ -52,7 +53,8 @@ class DFlashTrainer(Trainer):
         data_collator (*optional*):
             Makes batches of packed rows; a [`DataCollatorForDFlash`] by default.
         train_dataset, eval_dataset (`datasets.Dataset`, `list[dict]` or `PackedDataset`, *optional*):
-            Chats (`messages`), documents (`input_ids`, `supervised_spans`) or packed rows of them.
+            Chats (`messages`), documents (`input_ids`, `supervised_spans`) or packed rows of them; a folder of either
+            is opened by [`load_documents`].
         processing_class (`PreTrainedTokenizerBase`, *optional*):
             The target's tokenizer; needed for chats.
         **kwargs:
@@ -158,6 +160,7 @@ class DFlashTrainer(Trainer):
             )
         if len(data) == 0:
             raise ValueError("The data has no documents; expected at least one. Check the file and its filters.")
+        check_documents_fit(data, self._tokenizer, args.allow_other_template)
         columns = data.column_names if isinstance(data, Dataset) else list(data[0])
         if "messages" in columns:
             if self._tokenizer is None:
