@@ -162,11 +162,13 @@ class ChatFormat:
 
     def _generated(self, rendered: str, message: dict, is_truncated: bool) -> str:
         """The text up to the first end of a turn, where generation stops; a truncated answer ends before it."""
-        own = last_own_text(message)
-        if is_truncated and own and own in rendered:
-            # What the template closes the text with, such as the end of a thinking block, was not generated either.
-            return rendered[: rendered.rindex(own) + len(own)]
         end = self._end_pattern.search(rendered)
+        own = last_own_text(message)
+        written = rendered[: end.start() if end else None]
+        if is_truncated and own and own in written:
+            # What the template closes the text with, such as the end of a thinking block, was not generated either.
+            start = written.rindex(own) if message["content"].strip() else written.index(own)
+            return written[: start + len(own)]
         if end is None:
             raise RowError(
                 "no end of turn",

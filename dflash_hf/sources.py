@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import fsspec
+import pyarrow as pa
 import pyarrow.parquet as pq
+from fsspec.implementations.local import LocalFileSystem
 
 from .chat_rows import RowError
 
@@ -24,6 +26,8 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "az": "azure"}
 # Rows of a Parquet file that are held at once.
 PARQUET_BATCH = 128
+# A file of up to so many bytes is fetched by one request.
+WHOLE_BYTES = 16 * 2**20
 
 
 class SourceError(OSError):
@@ -131,7 +135,7 @@ def read_rows(fs: fsspec.AbstractFileSystem, file: SourceFile) -> Iterator[tuple
     number = 0
     with ExitStack() as stack:
         try:
-            raw = stack.enter_context(fs.open(file.path, "rb"))
+            raw = stack.enter_context(_opened(fs, file))
             if file.path.endswith(".parquet"):
                 items: Iterator[Any] = _parquet_rows(raw)
             else:
@@ -154,6 +158,12 @@ def read_rows(fs: fsspec.AbstractFileSystem, file: SourceFile) -> Iterator[tuple
             yield f"{file.place}:{number}", item, _position(raw, file)
 
 
+def _opened(fs: fsspec.AbstractFileSystem, file: SourceFile) -> Any:
+    if file.size <= WHOLE_BYTES and not isinstance(fs, LocalFileSystem):
+        return io.BytesIO(fs.cat_file(file.path))
+    return fs.open(file.path, "rb")
+
+
 def _position(raw: Any, file: SourceFile) -> int:
     # Parquet is read from several places at once, so that the position in the file says nothing.
     return 0 if file.path.endswith(".parquet") else raw.tell()
@@ -172,11 +182,8 @@ def _decompressed(raw: BinaryIO, path: str) -> Any:
     if path.endswith(".gz"):
         return gzip.open(raw, "rb")
     if path.endswith(".zst"):
-        try:
-            import zstandard
-        except ImportError as error:
-            raise ImportError("pip install 'dflash_hf[zstd]' to read .zst files") from error
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True))
+        # Several frames in a row are one file, and a frame that is cut off is an error.
+        return io.BufferedReader(pa.CompressedInputStream(raw, "zstd"))
     return raw
 
 

@@ -114,6 +114,7 @@ def tokenize_files(
             else:
                 records[file.name] = result
             progress.finish_file()
+    writer.clean()
     manifest = _manifest(settings, [records[file.name] for file in files if file.name in records], failed)
     writer.write_json(MANIFEST_NAME, manifest)
     return manifest
@@ -255,7 +256,7 @@ def _start_worker(job: Job, counters: Any, parent: int) -> None:
 
 def _end_with_parent(parent: int) -> None:
     while os.getppid() == parent:
-        time.sleep(0.5)
+        time.sleep(0.1)
     os._exit(1)
 
 
