@@ -5,9 +5,7 @@ import gzip
 import importlib.util
 import json
 import multiprocessing
-import os
 import random
-import signal
 import sys
 import time
 from pathlib import Path
@@ -323,7 +321,7 @@ class TestResume:
         while not is_time():
             assert run.is_alive() or run.exitcode == 0
             time.sleep(0.002)
-        os.kill(run.pid, signal.SIGKILL)
+        run.kill()
         run.join()
         tokenize(folder, options, output, num_proc=2)
         assert tree(folder / output) == expected
