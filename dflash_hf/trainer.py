@@ -4,6 +4,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset, DatasetDict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
@@ -13,18 +14,21 @@ from transformers.utils import CONFIG_NAME, logging
 from .adapting import check_continuing, scan_token_ids
 from .configuration_dflash import DFlashDraftConfig
 from .conversations import tokenize_completions
-from .data_collator import DataCollatorForDFlash, check_documents
-from .losses import IGNORE_INDEX, BlockSums, Objective, frozen_head_loss, make_objective
+from .data_collator import DataCollatorForDFlash, check_documents, num_valid_anchors
+from .drafter_loss import drafter_loss
+from .losses import IGNORE_INDEX, BlockSums, Objective, make_objective
 from .manifest import check_documents_fit
-from .masking import block_position_ids, training_masks
 from .modeling_dflash import DFlashDraftModel
 from .packing import PackedDataset, RowSampler
+from .pairs import PairCallback, make_pair, pair_accelerator_args, place_target
 from .target import FrozenHead, FrozenTarget
 from .training_args import DFlashTrainingArguments
 
 
 logger = logging.get_logger(__name__)
 
+# Anchor slots of a row are padded to a multiple of this, so that their slots fill whole tiles of the attention.
+ANCHOR_BUCKET = 64
 # Fields of a saved configuration that say how it was saved, not what the drafter is.
 RUN_FIELDS = ("_name_or_path", "architectures", "auto_map", "dtype", "transformers_version")
 
@@ -112,13 +116,7 @@ class DFlashTrainer(Trainer):
         train_dataset = self._pack(train_dataset)
         if data_collator is None:
             rows = train_dataset or (None if isinstance(eval_dataset, dict) else eval_dataset)
-            row_length = args.row_length if rows is None else rows.row_length
-            data_collator = DataCollatorForDFlash(
-                block_size=config.block_size,
-                num_anchors=args.num_anchors,
-                seed=_data_seed(args),
-                max_anchors_per_row=args.max_anchors_per_row or max(1, row_length // 4),
-            )
+            data_collator = self._collator(rows)
         super().__init__(
             model=drafter,
             args=args,
@@ -128,6 +126,8 @@ class DFlashTrainer(Trainer):
             processing_class=processing_class,
             **kwargs,
         )
+        self.prefetcher, self.throughput = make_pair(self.target, args)
+        self.add_callback(PairCallback(self.throughput, lambda: self.model_wrapped))
         self._num_parameters = sum(p.numel() for p in drafter.parameters())
         self._train_sums = BlockSums.zeros(config.block_size, args.device)
         self._eval_sums = BlockSums.zeros(config.block_size, args.device)
@@ -149,6 +149,21 @@ class DFlashTrainer(Trainer):
         if isinstance(data, PackedDataset):
             return data
         return PackedDataset(documents, self.args.row_length, seed=_data_seed(self.args))
+
+    def _collator(self, rows: PackedDataset | None) -> DataCollatorForDFlash:
+        """The collator of packed rows; where kernels are compiled, all batches have one shape."""
+        args, block_size = self.args, self._drafter_config.block_size
+        assert block_size is not None  # the configuration refuses to be without
+        row_length = args.row_length if rows is None else rows.row_length
+        cap = args.max_anchors_per_row or max(1, row_length // 4)
+        collator = DataCollatorForDFlash(block_size, args.num_anchors, _data_seed(args), cap)
+        if args.device.type != "cpu":
+            if rows is not None:
+                draws = np.minimum(num_valid_anchors(rows.documents), args.num_anchors)
+                cap = min(cap, rows.largest_row_sum(draws))
+            collator.row_length = row_length
+            collator.pad_anchors_to_multiple_of = -(-cap // ANCHOR_BUCKET) * ANCHOR_BUCKET
+        return collator
 
     def _documents(self, data: Any) -> Any:
         """Documents of data that holds chats or documents."""
@@ -221,10 +236,23 @@ class DFlashTrainer(Trainer):
                     f"The checkpoint {folder} is of another drafter: {differences}. Resume with the drafter it was "
                     "made from, or load it with from_pretrained, change it with dflash_hf.adapt, and train anew."
                 )
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self.prefetcher.close()
+
+    def get_train_dataloader(self):
+        """The parent's dataloader, whose batches stay on the host until the prefetcher sends them where they go."""
+        dataloader: Any = super().get_train_dataloader()
+        dataloader.device = None
+        return dataloader
+
+    def _build_accelerator_args(self, **kwargs):
+        return pair_accelerator_args(super()._build_accelerator_args(**kwargs), self.args)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """Collect the micro-batches of one optimizer step and what the step's loss is divided by, over all ranks."""
+        epoch_iterator = self.prefetcher.look_ahead(epoch_iterator, self.accelerator.gradient_state)
         batch_samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batch_samples:
             batch_samples[-1] = self._without_repeated_rows(batch_samples[-1], self.args.train_batch_size)
@@ -246,35 +274,25 @@ class DFlashTrainer(Trainer):
             The loss of this micro-batch, whose sum over the optimizer step (mean over ranks) is the step's loss.
         """
         config: Any = self._drafter_config  # checked: none of its own fields is None
-        labels, anchors = inputs["labels"], inputs["anchor_positions"]
+        labels = inputs["labels"]
         if labels.shape[-1] != config.block_size:
             raise ValueError(
                 f"The collator makes blocks of {labels.shape[-1]} slots, the drafter's block_size is "
                 f"{config.block_size}. Give both the same, or leave data_collator out."
             )
-        context = self.target.context_hidden_states(inputs["input_ids"], inputs["document_lengths"])
-        # Noise is small beside large hidden states and would be rounded away in bf16, so it is added in fp32.
-        context = context.to(device=labels.device, dtype=torch.float32, non_blocking=True)
+        context = self.prefetcher.context_hidden_states(inputs)
+        dtype = self._compute_dtype
         if model.training and self.args.context_noise > 0:
             context = add_context_noise(
-                context, inputs["document_lengths"], inputs["noise_seeds"], self.args.context_noise
+                context, inputs["document_lengths"], inputs["noise_seeds"], self.args.context_noise, dtype
             )
-        anchor_ids = inputs["input_ids"].gather(1, anchors.clamp(min=0))
-        noise_embeds = self.head.noise_embeds(anchor_ids, config.mask_token_id, config.block_size)
-        if not (self.args.bf16 or self.args.fp16):
-            noise_embeds = noise_embeds.float()
-        outputs = model(
-            noise_embeds=noise_embeds,
-            context_hidden_states=context,
-            attention_mask=training_masks(config, anchors, inputs["document_ids"], noise_embeds.dtype),
-            position_ids=block_position_ids(inputs["position_ids"], anchors, config.block_size),
-        )
-        loss, sums = frozen_head_loss(
-            outputs.last_hidden_state,
-            labels,
-            self.head.logits,
+        loss, sums, outputs = drafter_loss(
+            model,
+            config,
+            inputs,
+            context.to(dtype),
+            self.head,
             self.objective,
-            self.head.vocab_size,
             self.args.loss_chunk_blocks,
         )
         (self._train_sums if model.training else self._eval_sums).add(sums)
@@ -298,6 +316,7 @@ class DFlashTrainer(Trainer):
     ) -> EvalLoopOutput:
         """The parent's loop, with loss and acceptance as ratios of sums over all blocks instead of means of means."""
         self._eval_sums.values.zero_()
+        self.prefetcher.wait_until_idle()
         trained = self.model_wrapped is not self.model or self.is_in_train
         output = super().evaluation_loop(dataloader, description, metric_key_prefix=metric_key_prefix, **kwargs)
         metrics = {f"{metric_key_prefix}_{k}": v for k, v in self._reduced(self._eval_sums).metrics().items()}
@@ -310,12 +329,19 @@ class DFlashTrainer(Trainer):
 
     def _without_repeated_rows(self, inputs: dict[str, Any], rows_per_rank: int) -> dict[str, Any]:
         """Rows of the last batch that accelerate repeats, so that all ranks have as many, count nothing."""
-        state = self.accelerator.gradient_state
-        if self.args.world_size > 1 and state.end_of_dataloader and state.remainder > 0:
-            own = max(0, state.remainder - self.args.process_index * rows_per_rank)
+        state, remainder = self.accelerator.gradient_state, self.accelerator.gradient_state.remainder
+        if remainder < 0 and state.end_of_dataloader and not self.args.dataloader_drop_last:
+            # accelerate does not know it in an epoch that was resumed.
+            remainder = len(state.active_dataloader.dataset) % (rows_per_rank * self.args.world_size)
+        if self.args.world_size > 1 and state.end_of_dataloader and remainder > 0:
+            own = max(0, remainder - self.args.process_index * rows_per_rank)
             labels = inputs["labels"].clone()
             labels[own:] = IGNORE_INDEX
             inputs = {**inputs, "labels": labels}
+            if "counted_slots" in inputs:
+                counted = inputs["counted_slots"].copy()
+                counted[own:] = 0
+                inputs["counted_slots"] = counted
         return inputs
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -324,7 +350,15 @@ class DFlashTrainer(Trainer):
             metrics = self._reduced(self._train_sums).metrics()
             self._train_sums.values.zero_()
             logs.update({k: metrics[k] for k in ("acceptance_length", "accuracy", "full_blocks")})
+            logs.update(self.throughput.metrics())
         super().log(logs, start_time)
+
+    @property
+    def _compute_dtype(self) -> torch.dtype:
+        """Type of the drafter's inputs: that of autocast, or of its parameters where there is none."""
+        if self.args.bf16 or self.args.fp16:
+            return torch.bfloat16 if self.args.bf16 else torch.float16
+        return self.accelerator.unwrap_model(self.model).dtype
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Floating-point operations of the drafter on the blocks, forward and backward, without attention and head."""
@@ -339,6 +373,7 @@ def add_context_noise(
     document_lengths: list[list[int]],
     noise_seeds: list[list[int]],
     half_width: float,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Add uniform noise in `(-half_width, half_width)`, drawn per document from the document's own seed.
 
@@ -347,6 +382,7 @@ def add_context_noise(
         document_lengths: Lengths in tokens of the documents of each row.
         noise_seeds: One seed per document.
         half_width: Bound of the noise; 0 returns the input itself.
+        dtype: Type of the result, by default that of the input; the sum is taken in fp32 at least.
 
     Returns:
         `torch.Tensor` of shape `[B, T, K * D]`. However documents are spread over rows, batches and ranks, each sees
@@ -354,15 +390,21 @@ def add_context_noise(
     """
     if half_width == 0:
         return context_hidden_states
-    noise = torch.zeros_like(context_hidden_states)
-    generator = torch.Generator(device=noise.device)
+    # Document by document, so that no more than one of them is held in fp32.
+    noisy = context_hidden_states.to(dtype or context_hidden_states.dtype, copy=True)
+    generator = torch.Generator(device=noisy.device)
+    wide = torch.promote_types(context_hidden_states.dtype, torch.float32)
     for row, (lengths, seeds) in enumerate(zip(document_lengths, noise_seeds, strict=True)):
         start = 0
         for length, seed in zip(lengths, seeds, strict=True):
+            part = (row, slice(start, start + length))
             generator.manual_seed(seed)
-            noise[row, start : start + length].uniform_(-half_width, half_width, generator=generator)
+            noise = torch.empty_like(context_hidden_states[part], dtype=torch.float32)
+            # Noise is small beside large hidden states: summed in bf16 most of it would be rounded away.
+            noise = noise.uniform_(-half_width, half_width, generator=generator)
+            noisy[part] = (context_hidden_states[part].to(wide) + noise).to(noisy.dtype)
             start += length
-    return context_hidden_states + noise
+    return noisy
 
 
 def _data_seed(args: DFlashTrainingArguments) -> int:
@@ -384,10 +426,19 @@ def _frozen_target(
             f"target_model is a {type(target_model).__name__}; give a Hub id, a folder, a loaded causal language "
             "model or a FrozenTarget."
         )
-    device = args.target_device or args.device
+    device, spread = place_target(args)
     init_kwargs = args.target_model_init_kwargs or {}
     assert isinstance(init_kwargs, dict)  # a JSON string becomes a dict in TrainingArguments
-    return FrozenTarget(target_model, taps or [], device=device, **init_kwargs)
+    if isinstance(target_model, str | Path):
+        init_kwargs = {**spread, **init_kwargs}
+    return FrozenTarget(
+        target_model,
+        taps or [],
+        device=device,
+        compile_target=args.compile_target,
+        allow_slow_target=args.allow_slow_target,
+        **init_kwargs,
+    )
 
 
 def _prepare_drafter(model: DFlashDraftModel, args: DFlashTrainingArguments) -> None:
@@ -402,6 +453,23 @@ def _prepare_drafter(model: DFlashDraftModel, args: DFlashTrainingArguments) -> 
     if implementation == "flex_attention" and args.device.type == "cpu":
         raise ValueError("flex_attention has no backward on CPU; leave drafter_attn_implementation unset for sdpa.")
     model.set_attn_implementation(implementation)
+    compiled = args.device.type == "cuda" if args.compile_layers is None else args.compile_layers
+    if compiled and not args.torch_compile:
+        compile_layers(model)
 
 
-__all__ = ["DFlashTrainer", "add_context_noise"]
+def compile_layers(model: DFlashDraftModel, **kwargs) -> None:
+    """Compile each layer by itself, in place: layers of one kind share their code, so two compilations serve all.
+
+    Args:
+        model: The drafter; its parameters keep their names.
+        **kwargs: Arguments of `torch.compile`, such as the backend.
+    """
+    # Training and evaluation, layer kinds and the last, shorter batch are graphs of one function; falling back to
+    # uncompiled flex attention would need the memory of all queries times all keys.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
+    for layer in model.layers:
+        layer.compile(dynamic=False, **kwargs)
+
+
+__all__ = ["DFlashTrainer", "add_context_noise", "compile_layers"]
