@@ -2,7 +2,6 @@
 """Answers from an OpenAI-compatible server that fails, stalls, closes connections and limits the rate."""
 
 import json
-import multiprocessing
 import threading
 import time
 from collections import Counter
@@ -11,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from killing import run_and_kill
 from test_generate_completions import load_recipe
 from tiny import byte_tokenizer
 
@@ -107,9 +107,16 @@ def write_prompts(folder: Path, texts) -> Path:
     return path
 
 
+def url_of(server) -> str:
+    return f"http://127.0.0.1:{server.server_address[1]}/v1"
+
+
 def run(server, prompts: Path, **overrides) -> tuple[int, list[dict]]:
+    return run_at(url_of(server), prompts, **overrides)
+
+
+def run_at(url: str, prompts: Path, **overrides) -> tuple[int, list[dict]]:
     output = prompts.parent / "completions.jsonl"
-    url = f"http://127.0.0.1:{server.server_address[1]}/v1"
     options = {"server": url, "concurrency": 8, "timeout": 0.4, "retries": 4, "max_new_tokens": 32, **overrides}
     status = recipe.main(recipe.CompletionArguments("m", str(prompts), str(output), **options))
     return status, [json.loads(line) for line in output.read_text().splitlines()]
@@ -194,13 +201,8 @@ def test_a_server_that_is_not_there_ends_the_run(server, tmp_path):
 def test_a_killed_run_goes_on(server, tmp_path):
     texts = [f"slow {number}" for number in range(60)]
     path = write_prompts(tmp_path, texts)
-    child = multiprocessing.get_context("fork").Process(target=run, args=(server, path))
-    child.start()
     output = tmp_path / "completions.jsonl"
-    while not output.exists() or output.read_bytes().count(b"\n") < 15:
-        time.sleep(0.005)
-    child.kill()
-    child.join()
+    run_and_kill(lambda: output.exists() and output.read_bytes().count(b"\n") >= 15, run_at, url_of(server), path)
     answered = output.read_bytes().count(b"\n")
     assert 15 <= answered < 60
     status, rows = run(server, path)

@@ -4,7 +4,6 @@
 import gzip
 import importlib.util
 import json
-import multiprocessing
 import random
 import sys
 import time
@@ -15,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from killing import run_and_kill
 from tiny import CHATML_TEMPLATE, byte_tokenizer
 
 from dflash_hf.conversations import tokenize_conversation
@@ -58,8 +58,11 @@ def zstd(content: bytes) -> bytes:
     return pa.Codec("zstd").compress(content, asbytes=True)
 
 
-def tokenize(folder: Path, options: TokenizeOptions | None = None, output: str = "out", **kwargs) -> dict:
-    return tokenize_files(folder / "in", folder / output, TOKENIZER, options, disable_tqdm=True, **kwargs)
+def tokenize(
+    folder: Path, options: TokenizeOptions | None = None, output: str = "out", num_proc: int = 1, **kwargs
+) -> dict:
+    kwargs = {"disable_tqdm": True, "num_proc": num_proc, **kwargs}
+    return tokenize_files(folder / "in", folder / output, TOKENIZER, options, **kwargs)
 
 
 def source(folder: Path, **files: bytes) -> None:
@@ -314,15 +317,8 @@ class TestResume:
         assert answers(open_documents(tmp_path / "out")) == ["new<|im_end|>", "c<|im_end|>"]
 
     def check_killed(self, folder: Path, expected: dict[str, bytes], output: str, is_time) -> None:
-        context = multiprocessing.get_context("fork")
         options = TokenizeOptions(eval_fraction=0.2)
-        run = context.Process(target=tokenize, args=(folder, options, output), kwargs={"num_proc": 2})
-        run.start()
-        while not is_time():
-            assert run.is_alive() or run.exitcode == 0
-            time.sleep(0.002)
-        run.kill()
-        run.join()
+        run_and_kill(is_time, tokenize, folder, options, output, 2)
         tokenize(folder, options, output, num_proc=2)
         assert tree(folder / output) == expected
 
@@ -341,9 +337,16 @@ class TestResume:
     @pytest.mark.parametrize("moment", range(20))
     def test_killed_at_any_moment(self, work, moment):
         folder, expected, duration = work
-        start = time.monotonic()
-        wait = duration * (moment + 0.5) / 20
-        self.check_killed(folder, expected, f"moment{moment}", lambda: time.monotonic() - start > wait)
+        output = folder / f"moment{moment}"
+        begun: list[float] = []
+
+        def is_time():
+            # The process takes a while to start, so the clock runs from the first thing that it writes.
+            if not begun and (output / "settings.json").exists():
+                begun.append(time.monotonic())
+            return bool(begun) and time.monotonic() - begun[0] > duration * (moment + 0.5) / 20
+
+        self.check_killed(folder, expected, output.name, is_time)
 
 
 class TestRecipe:
