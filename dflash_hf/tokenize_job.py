@@ -6,6 +6,7 @@ A run that was stopped at any point, started again, goes on at the first unfinis
 
 import dataclasses
 import json
+import logging
 import multiprocessing
 import os
 import sys
@@ -26,6 +27,8 @@ from .shards import OutputError, ShardWriter, read_record
 from .sources import SourceError, SourceFile, explained, list_files, open_filesystem
 from .tokenizing import FileTokenizer, TokenizeOptions, write_with_retries
 
+
+logger = logging.getLogger(__name__)
 
 SETTINGS_NAME = "settings.json"
 SUMMED = ("rows", "tokens", "supervised_tokens", "truncated", "repeated_tokens")
@@ -87,6 +90,11 @@ def tokenize_files(
     """
     options = options or TokenizeOptions()
     options.chat_format(tokenizer)
+    if "strftime_now" in str(tokenizer.chat_template) and not options.template_kwargs:
+        logger.warning(
+            "The chat template writes today's date where it is not given one, so a run that goes on tomorrow would "
+            "write another: pass the template's variable, such as template_kwargs={'date_string': '26 Jul 2024'}."
+        )
     if output_storage_options is None:
         output_storage_options = storage_options
     job = Job(

@@ -26,18 +26,19 @@ from dflash_hf.tokenizing import TokenizeOptions
 
 
 TOKENIZER = byte_tokenizer()
-RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "tokenize_completions.py"
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
 
-def load_recipe():
-    spec = importlib.util.spec_from_file_location(RECIPE.stem, RECIPE)
+def load_recipe(name: str):
+    """Import a recipe by its file: its folder is no package."""
+    spec = importlib.util.spec_from_file_location(name, RECIPES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[RECIPE.stem] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
 
-recipe = load_recipe()
+recipe = load_recipe("tokenize_completions")
 
 
 @pytest.fixture(autouse=True)
@@ -225,6 +226,19 @@ class TestBadInput:
         assert manifest["dropped"] == {"prompt is no prefix": 1, "template failed": 1}
         assert "no bad words" in format_summary(manifest) and "at character 0" in format_summary(manifest)
 
+    def test_a_template_that_writes_the_date_asks_for_one(self, tmp_path, caplog):
+        source(tmp_path, a__jsonl=lines([chat("a", "b")]))
+        dated = byte_tokenizer(
+            "{{ date_string if date_string is defined else strftime_now('%d %b %Y') }}" + CHATML_TEMPLATE
+        )
+        tokenize_files(tmp_path / "in", tmp_path / "x", dated, disable_tqdm=True)
+        assert "today's date" in caplog.text
+        caplog.clear()
+        options = TokenizeOptions(template_kwargs={"date_string": "26 Jul 2024"})
+        tokenize_files(tmp_path / "in", tmp_path / "y", dated, options, disable_tqdm=True)
+        assert not caplog.records
+        assert TOKENIZER.decode(open_documents(tmp_path / "y")[0]["input_ids"]).startswith("26 Jul 2024<|im_start|>")
+
     def test_a_tokenizer_without_a_template_and_missing_addresses_are_errors_at_once(self, tmp_path):
         source(tmp_path, a__jsonl=lines([chat("a", "b")]))
         with pytest.raises(ValueError, match="no chat template"):
@@ -387,9 +401,21 @@ class TestRecipe:
         assert "no document is left" in capsys.readouterr().err
 
     def test_the_documented_command_line_is_understood(self):
-        words = RECIPE.read_text().split("python recipes/tokenize_completions.py ")[1].split("\n\n")[0]
+        words = Path(recipe.__file__).read_text().split("python recipes/tokenize_completions.py ")[1].split("\n\n")[0]
         arguments = recipe.parse_config(recipe.TokenizeArguments, words.replace("\\", "").split())[0]
         assert arguments.completions.startswith("s3://") and arguments.max_length == 4096
+
+
+def test_the_benchmark_prints_and_writes_its_numbers(tmp_path, capsys):
+    benchmark = load_recipe("benchmark_tokenize")
+    TOKENIZER.save_pretrained(tmp_path / "target")
+    numbers = tmp_path / "numbers.json"
+    words = f"--target {tmp_path / 'target'} --megabytes 1 --files 2 --rounds 1 --json {numbers}"
+    benchmark.main(benchmark.parse_config(benchmark.BenchmarkArguments, words.split())[0])
+    written = json.loads(numbers.read_text())
+    assert written["rounds"][0]["tokenize_files"] > 1000 and written["ratio"] > 0
+    assert 2**26 < written["peak_memory_bytes"] < 2**33
+    assert f"ratio to encode_batch {written['ratio']:.2f} (median of 1)" in capsys.readouterr().out
 
 
 def test_examples_and_plot_from_python(tmp_path):
