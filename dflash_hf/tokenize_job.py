@@ -107,8 +107,9 @@ def tokenize_files(
         retries,
         retry_wait,
     )
-    files = list_files(address, storage_options)
     writer = job.writer()
+    _check_apart(job, writer)
+    files = list_files(address, storage_options)
     settings = _settings(job)
     _check_settings(writer, job.output, settings)
     writer.clean()
@@ -126,6 +127,15 @@ def tokenize_files(
     manifest = _manifest(settings, [records[file.name] for file in files if file.name in records], failed)
     writer.write_json(MANIFEST_NAME, manifest)
     return manifest
+
+
+def _check_apart(job: Job, writer: ShardWriter) -> None:
+    fs, root = open_filesystem(job.address, job.storage_options)
+    if fs.protocol == writer.fs.protocol and f"{writer.root}/".startswith(f"{root.partition('*')[0].rstrip('/')}/"):
+        raise ValueError(
+            f"The output {job.output} lies within {job.address}, so its shards would be read as completions by the "
+            "next run. Name a folder beside it."
+        )
 
 
 def _settings(job: Job) -> dict[str, Any]:

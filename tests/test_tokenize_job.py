@@ -302,6 +302,30 @@ def work(tmp_path_factory):
 
 
 class TestResume:
+    def test_a_file_is_finished_only_when_all_its_shards_are_there(self, tmp_path, monkeypatch):
+        source(tmp_path, a__jsonl=lines(chat(f"q{i}", "b") for i in range(20)))
+        options = TokenizeOptions(eval_fraction=0.5)
+        publish, published = ShardWriter.publish, []
+
+        def full(self, temporary, path):
+            if len(published) == 2:
+                raise OSError(28, "No space left on device")
+            published.append(path)
+            publish(self, temporary, path)
+
+        monkeypatch.setattr(ShardWriter, "publish", full)
+        with pytest.raises(OutputError):
+            tokenize(tmp_path, options)
+        assert set(tree(tmp_path / "out")) == {"settings.json", "eval/a.jsonl.parquet"}
+        monkeypatch.setattr(ShardWriter, "publish", publish)
+        assert sum(tokenize(tmp_path, options)["documents"].values()) == 20
+
+    def test_an_output_within_its_own_input_is_refused(self, tmp_path):
+        source(tmp_path, a__jsonl=lines([chat("a", "b")]))
+        for address in (tmp_path, tmp_path / "*"):
+            with pytest.raises(ValueError, match="lies within"):
+                tokenize_files(address, tmp_path / "out", TOKENIZER, disable_tqdm=True)
+
     def test_finished_files_are_not_read_again_and_other_options_are_refused(self, tmp_path, monkeypatch):
         source(tmp_path, **{f"{name}__jsonl": lines([chat("a", name)]) for name in "abc"})
         tokenize(tmp_path)
