@@ -23,6 +23,7 @@ from .guards import StepGuard, check_can_learn, first_nonfinite_parameter
 from .hub_pushes import push_checkpoint, write_publishable
 from .interrupts import Interrupts, TrainingInterrupted
 from .losses import IGNORE_INDEX, BlockSums, Objective, make_objective
+from .manifest import check_documents_fit
 from .modeling_dflash import DFlashDraftModel
 from .packing import PackedDataset, RowSampler
 from .pairs import PairCallback, make_pair, pair_accelerator_args, place_target
@@ -63,7 +64,8 @@ class DFlashTrainer(Trainer):
         data_collator (*optional*):
             Makes batches of packed rows; a [`DataCollatorForDFlash`] by default.
         train_dataset, eval_dataset (`datasets.Dataset`, `list[dict]` or `PackedDataset`, *optional*):
-            Chats (`messages`), documents (`input_ids`, `supervised_spans`) or packed rows of them.
+            Chats (`messages`), documents (`input_ids`, `supervised_spans`) or packed rows of them; a folder of either
+            is opened by [`load_documents`].
         processing_class (`PreTrainedTokenizerBase`, *optional*):
             The target's tokenizer; needed for chats.
         **kwargs:
@@ -189,6 +191,7 @@ class DFlashTrainer(Trainer):
             )
         if len(data) == 0:
             raise ValueError("The data has no documents; expected at least one. Check the file and its filters.")
+        check_documents_fit(data, self._tokenizer, args.allow_other_template)
         columns = data.column_names if isinstance(data, Dataset) else list(data[0])
         if "messages" in columns:
             if self._tokenizer is None:
