@@ -20,6 +20,7 @@ from .modeling_dflash import DFlashDraftModel
 from .packing import PackedDataset, RowSampler
 from .target import FrozenHead, FrozenTarget
 from .training_args import DFlashTrainingArguments
+from .walk import WalkSums, walk_batch
 
 
 logger = logging.get_logger(__name__)
@@ -129,6 +130,8 @@ class DFlashTrainer(Trainer):
         self._num_parameters = sum(p.numel() for p in drafter.parameters())
         self._train_sums = BlockSums.zeros(config.block_size, args.device)
         self._eval_sums = BlockSums.zeros(config.block_size, args.device)
+        self._eval_walk = WalkSums.zeros(config.block_size)
+        self._eval_sources: list[str] | None = None
 
     def _pack(self, data: Any) -> PackedDataset | None:
         """Chats or documents to packed rows, checked before any GPU time is spent."""
@@ -236,7 +239,7 @@ class DFlashTrainer(Trainer):
         Args:
             model: The drafter, possibly wrapped for distributed training.
             inputs: A batch of [`DataCollatorForDFlash`].
-            return_outputs: Whether to return the drafter's output too.
+            return_outputs: Whether to return the drafter's output too, and the context that it read.
             num_items_in_batch: Normaliser of the whole optimizer step over all ranks; None for this batch's own.
 
         Returns:
@@ -281,13 +284,17 @@ class DFlashTrainer(Trainer):
         else:
             # Gradients are averaged over ranks, the normaliser is summed over them.
             loss = loss * self.args.world_size / num_items_in_batch.clamp(min=1e-12)
-        return (loss, outputs) if return_outputs else loss
+        return (loss, {**outputs, "context_hidden_states": context}) if return_outputs else loss
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """Loss of an evaluation batch; no logits are returned, so that none are gathered."""
         inputs = self._without_repeated_rows(self._prepare_inputs(inputs), self.args.per_device_eval_batch_size)
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss = self.compute_loss(model, inputs)
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+            noise_dtype = None if self.args.bf16 or self.args.fp16 else torch.float32
+            context, sources = outputs["context_hidden_states"], self._eval_sources
+            for answer in walk_batch(model, self._drafter_config, self.head, inputs, context, noise_dtype):
+                self._eval_walk.add(answer, None if sources is None else sources[answer.document])
         return loss.detach(), None, None
 
     def evaluation_loop(  # type: ignore[override]
@@ -295,9 +302,13 @@ class DFlashTrainer(Trainer):
     ) -> EvalLoopOutput:
         """The parent's loop, with loss and acceptance as ratios of sums over all blocks instead of means of means."""
         self._eval_sums.values.zero_()
+        self._eval_sources = dataloader.dataset.sources if isinstance(dataloader.dataset, PackedDataset) else None
+        self._eval_walk = WalkSums.zeros(self._drafter_config.block_size or 0, sorted(set(self._eval_sources or [])))
         trained = self.model_wrapped is not self.model or self.is_in_train
         output = super().evaluation_loop(dataloader, description, metric_key_prefix=metric_key_prefix, **kwargs)
-        metrics = {f"{metric_key_prefix}_{k}": v for k, v in self._reduced(self._eval_sums).metrics().items()}
+        walked = self.accelerator.reduce(self._eval_walk.values.to(self.args.device), reduction="sum")
+        metrics = self._reduced(self._eval_sums).metrics() | WalkSums(walked, self._eval_walk.sources).metrics()
+        metrics = {f"{metric_key_prefix}_{k}": v for k, v in metrics.items()}
         if not trained and self.args.world_size > 1:
             # Preparing for evaluation marks the drafter as prepared, and a later train() would leave it without the
             # wrapper that adds up the gradients of all ranks.
