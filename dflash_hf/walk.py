@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from .configuration_dflash import DFlashDraftConfig
@@ -200,13 +201,16 @@ def _draft(
     ).last_hidden_state
 
 
-def walk_documents(target: PreTrainedModel, drafter: DFlashDraftModel, documents: Documents) -> list[WalkedAnswer]:
+def walk_documents(
+    target: PreTrainedModel, drafter: DFlashDraftModel, documents: Documents, progress: bool = False
+) -> list[WalkedAnswer]:
     """Walk the answers of documents, each alone.
 
     Args:
-        target: The model that wrote the answers, with all its layers.
-        drafter: A drafter made for it.
+        target: The model that wrote the answers, with all its layers; it is frozen.
+        drafter: A drafter made for it, with an attention backend that knows its training mask.
         documents: Documents as dicts of `input_ids` and `supervised_spans`, or as a `datasets.Dataset`.
+        progress: Show a bar.
 
     Returns:
         One [`WalkedAnswer`] per supervised stretch of two tokens or more, in the order of the documents.
@@ -221,7 +225,7 @@ def walk_documents(target: PreTrainedModel, drafter: DFlashDraftModel, documents
     rows = PackedDataset(documents, int(document_lengths(documents).max()))
     answers: list[WalkedAnswer] = []
     with evaluation_mode(target, drafter):
-        for row in range(len(rows)):
+        for row in tqdm(range(len(rows)), desc="walking", unit="row", disable=not progress):
             batch = collator([rows[row]])
             context = frozen.context_hidden_states(batch["input_ids"], batch["document_lengths"])
             on_device = {k: v.to(drafter.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding without a cache: the target's own tokens, whatever the drafter says."""
+"""Speculative decoding: the target's own tokens, whatever the drafter says."""
 
 import functools
 
@@ -30,9 +30,11 @@ class OracleDrafter(DFlashDraftModel):
         return self
 
     def forward(self, noise_embeds, context_hidden_states, attention_mask=None, position_ids=None, cache=None):
+        past = cache.get_seq_length() if cache is not None else 0
         output = super().forward(noise_embeds, context_hidden_states, attention_mask, position_ids, cache)
         head, sequence, right_slots = self.told
-        anchor = context_hidden_states.shape[1] if position_ids is None else position_ids[0, -noise_embeds.shape[1]]
+        anchor = past + context_hidden_states.shape[1]
+        anchor = anchor if position_ids is None else position_ids[0, -noise_embeds.shape[1]]
         anchor = int(anchor)
         tokens = []
         for slot, right in enumerate(right_slots(anchor), start=1):
@@ -188,10 +190,12 @@ def test_md1_the_drafter_reads_layer_outputs_before_the_anchor_and_raw_embedding
         target.get_decoder().layers[i].register_forward_hook(
             lambda module, args, output, i=i: outputs.__setitem__(i, output)
         )
-    known = len(prompt) + 1
+    known, context = len(prompt) + 1, torch.empty(1, 0, len(taps) * HIDDEN_SIZE)
     assert len(rounds) == len(output.committed)
     assert len(set(output.committed)) > 1
-    for (noise_embeds, context), committed in zip(rounds, output.committed, strict=True):
+    for (noise_embeds, new_context), committed in zip(rounds, output.committed, strict=True):
+        # What earlier rounds have given is in the drafter's cache.
+        context = torch.cat([context, new_context], dim=1)
         with torch.no_grad():
             target(output.sequences[:, : known - 1], use_cache=False)
         expected = torch.cat([outputs[i] for i in taps], dim=-1)

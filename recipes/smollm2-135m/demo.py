@@ -24,8 +24,9 @@ from dflash_hf import (
     read_completions,
     tokenize_completions,
 )
-from dflash_hf.acceptance import AcceptanceReport, bootstrap_difference, decode, measure_acceptance
+from dflash_hf.acceptance import AcceptanceReport, bootstrap_difference, measure_acceptance
 from dflash_hf.cli import parse_config
+from dflash_hf.generation import speculative_generate
 
 
 HERE = Path(__file__).resolve().parent
@@ -142,7 +143,7 @@ def compare_answers(target, drafter, tokenizer, rows: list[dict], max_new_tokens
     answers = []
     for row, ids in zip(rows, prompt_ids(rows, tokenizer), strict=True):
         ids = torch.tensor([ids], device=target.device)
-        speculative = decode(target, drafter, ids, max_new_tokens)
+        speculative = speculative_generate(target, drafter, ids, max_new_tokens)
         greedy = target.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False
         )
