@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from test_generation import PROMPT, drafter_for, greedy, oracle_for, target_and_answer
-from tiny import dense_target, hybrid_target
+from tiny import dense_target
 from transformers.generation import BaseStreamer
 from transformers.utils import logging as hf_logging
 
@@ -26,6 +26,7 @@ from dflash_hf.acceptance import (
     walked_acceptance_length,
 )
 from dflash_hf.generation import SpeculativeOutput, speculative_generate
+from dflash_hf.walk import WalkedAnswer
 
 
 torch.set_num_threads(1)
@@ -378,3 +379,81 @@ def test_a_target_that_scales_its_embeddings_drafts_from_plain_rows(monkeypatch)
     mask_row = embedding.weight[drafter.config.mask_token_id]
     assert seen and all(torch.equal(noise[0, 1], mask_row) for noise in seen)
     assert scaled.sequences.shape == expected.sequences.shape
+
+
+# --- what reports show ---
+
+
+def test_slots_positions_and_groups_of_a_report():
+    prompts = [
+        PromptAcceptance([0], [0] * 9, [4, 1, 3], [3, 0, 3], True, source="a", language="en", seconds=1.0),
+        PromptAcceptance([1], [0] * 3, [2], [1], True, source="b", language="en", seconds=2.0),
+        PromptAcceptance([2], [0], [], [], True, source="a", seconds=1.0),
+    ]
+    report = AcceptanceReport(prompts, block_size=4, max_new_tokens=9)
+    assert report.slot_acceptance == [3 / 4, 2 / 4, 2 / 4]
+    assert report.committed_histogram == [1, 1, 1, 1]
+    assert report.by_position(4) == [
+        {"position": 0, "blocks": 2, "acceptance_length": 3.0},
+        {"position": 4, "blocks": 2, "acceptance_length": 2.0},
+    ]
+    assert {name: len(group.prompts) for name, group in report.groups(lambda p: p.source).items()} == {"a": 2, "b": 1}
+    assert report.groups(lambda p: p.language)["en"].acceptance_length == 10 / 4
+    assert report.tokens_per_second == 13 / 4
+    assert math.isnan(report.plain_tokens_per_second) and math.isnan(report.speed_up)
+
+
+def test_both_speeds_come_from_the_same_run():
+    target, _ = target_and_answer("dense")
+    drafter, settings = drafter_for(target), DecodingSettings(12)
+    answers = plain_answers(target, [PROMPT, [3]], settings, progress=False)
+    report = measure_acceptance(target, drafter, [PROMPT, [3]], progress=False, settings=settings, plain=answers)
+    assert report.lossless is True
+    assert [p.output_ids for p in report.prompts] == [a.output_ids for a in answers]
+    assert report.plain_tokens_per_second == pytest.approx(24 / sum(a.seconds for a in answers))
+    assert report.speed_up == pytest.approx(report.tokens_per_second / report.plain_tokens_per_second)
+
+
+@pytest.mark.parametrize(("gap", "tie"), [(1e-6, True), (1e-2, False)])
+def test_a_difference_at_a_tie_is_counted_apart(monkeypatch, gap, tie):
+    target, answer = target_and_answer("dense")
+    output = torch.tensor([answer[: len(PROMPT) + 10]])
+    output[0, len(PROMPT) + 3] = 7
+    logits = torch.zeros(1, 1, 272)
+    logits[..., 5], logits[..., 9] = 1.0, 1.0 - gap
+    monkeypatch.setattr(
+        acceptance, "speculative_generate", lambda *args, **kwargs: SpeculativeOutput(output, [4, 5], [3, 4])
+    )
+    plain = [PlainAnswer(answer[len(PROMPT) : len(PROMPT) + 10], 1.0)]
+    monkeypatch.setattr(target, "forward", lambda **kwargs: type("Output", (), {"logits": logits}))
+    report = measure_acceptance(
+        target, drafter_for(target), [PROMPT], progress=False, settings=DecodingSettings(10), plain=plain
+    )
+    assert (report.prompts[0].lossless, report.prompts[0].tie) == (False, tie)
+    assert (report.lossless, report.num_ties) == (tie, int(tie))
+
+
+@pytest.mark.parametrize("name", ["dense", "hybrid"])
+def test_e5_walk_and_decoding_agree_on_a_reports_answers(name, hugging_face_log):
+    target, _ = target_and_answer(name)
+    drafter = drafter_for(target)
+    report = measure_acceptance(target, drafter, [PROMPT, [3, 9]], 20, check_lossless=False, progress=False)
+    hugging_face_log.clear()
+    assert walked_acceptance_length(target, drafter, report, progress=False) == report.acceptance_length
+    assert not hugging_face_log.records
+
+
+@pytest.mark.parametrize(("decoded", "warns"), [(0.975, False), (0.965, True), (1.029, False), (1.035, True)])
+def test_e5_a_gap_between_walk_and_decoding_is_a_warning(monkeypatch, caplog, decoded, warns):
+    """The walk commits one token per block; decoding is made to say otherwise."""
+    target, _ = target_and_answer("dense")
+    report = report_of([1] * 35)
+    monkeypatch.setattr(AcceptanceReport, "acceptance_length", decoded)
+    monkeypatch.setattr(acceptance, "walk_documents", lambda *args: [WalkedAnswer(0, [1] * 35, [0] * 35)])
+    logger = logging.getLogger("dflash_hf.acceptance")
+    logger.addHandler(caplog.handler)
+    walked_acceptance_length(target, drafter_for(target), report, progress=False)
+    logger.removeHandler(caplog.handler)
+    assert bool(caplog.records) == warns
+    if warns:
+        assert "the walk gives an acceptance length of 1.000" in caplog.text
