@@ -27,10 +27,16 @@ def document_seed(seed: int, epoch: int, document: int, purpose: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _supervised_runs(spans: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and stops of the unbroken supervised stretches: touching spans [S, 2] of one document make one."""
-    opens, closes = np.ones(len(spans), dtype=bool), np.ones(len(spans), dtype=bool)
+def _opens_run(spans: np.ndarray, owners: np.ndarray) -> np.ndarray:
+    """Whether each span [S, 2] does not continue the one before: touching spans of one document make one stretch."""
+    opens = np.ones(len(spans), dtype=bool)
     opens[1:] = (spans[1:, 0] != spans[:-1, 1]) | (owners[1:] != owners[:-1])
+    return opens
+
+
+def _supervised_runs(spans: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and stops of the unbroken supervised stretches."""
+    opens, closes = _opens_run(spans, owners), np.ones(len(spans), dtype=bool)
     closes[:-1] = opens[1:]
     return spans[opens, 0], spans[closes, 1]
 
@@ -121,6 +127,18 @@ def _shorten_draws(draws: np.ndarray, cap: int) -> np.ndarray:
     return counts
 
 
+def num_valid_anchors(documents: Documents) -> np.ndarray:
+    """The number of valid anchors of each document, int64 [M].
+
+    Args:
+        documents: documents as dicts or as a `datasets.Dataset`.
+    """
+    spans, owners = document_spans(documents)
+    starts, stops = _supervised_runs(spans, owners)
+    per_run, run_owners = np.maximum(stops - starts - 1, 0), owners[_opens_run(spans, owners)]
+    return np.bincount(run_owners, weights=per_run, minlength=len(documents)).astype(np.int64)
+
+
 def share_of_countable_slots(documents: Documents, block_size: int) -> float:
     """The share of the drafted slots (1 to b-1) of all valid anchors that have a label: 1.0 for endless answers.
 
@@ -169,6 +187,7 @@ class DataCollatorForDFlash:
     The batch has `input_ids` [B, T]; `position_ids` [B, T] that restart in each document; `document_ids` [B, T], -1
     in padding; `anchor_positions` [B, N], indices into the row, ascending, unused slots -1 at the end; `labels`
     [B, N, b], where slot k holds the token k after the anchor if all tokens up to it are supervised, else -100;
+    `counted_slots`, a numpy array [B, N] with the number of labels of each block that count, which stays on the host;
     `documents` (indices in the data set), `document_lengths` and `noise_seeds`, lists with one int per document; and
     `supervised_runs`, a list of the row's unbroken supervised stretches as [start, stop) indices into the row.
 
@@ -232,6 +251,8 @@ class DataCollatorForDFlash:
             batch[name] = torch.full((len(rows), *shape), padding, dtype=torch.int64)
             for padded, row in zip(batch[name], collated, strict=True):
                 padded[: len(row[name])] = torch.from_numpy(row[name])
+        # Known here without waiting for a device: which slots meet the head.
+        batch["counted_slots"] = (batch["labels"] != IGNORE_INDEX).sum(-1).numpy()
         lists = ("documents", "document_lengths", "noise_seeds", "supervised_runs")
         return batch | {name: [row[name] for row in collated] for name in lists}
 

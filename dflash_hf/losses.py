@@ -5,17 +5,21 @@ Shapes: M blocks, b block size, D hidden size, V vocabulary. Slot 0 of a block i
 multiplied with the head.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
 
 IGNORE_INDEX = -100
-# Logits of one chunk are kept in fp32 only while the chunk is worked on: 2**27 of them are half a gigabyte.
+# Logits of one chunk are kept only while the chunk is worked on: 2**27 of them in fp32 are half a gigabyte, 2**29 in
+# bf16 one, and a GPU needs chunks of some thousand slots to be busy.
 CHUNK_LOGITS = 2**27
+DEVICE_CHUNK_LOGITS = 2**29
 
 
 class Objective(Protocol):
@@ -114,27 +118,6 @@ class BlockSums:
         return metrics
 
 
-def _chunk(
-    hidden: torch.Tensor, labels: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], objective: Objective
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted loss (differentiable in `hidden [m, b-1, D]`) and sums of some whole blocks with `labels [m, b-1]`."""
-    counted = labels != IGNORE_INDEX
-    if labels.device.type == "cpu":
-        # Which slots count is known without waiting, so the others never meet the head.
-        logits = head(hidden[counted]).float()
-        losses = nn.functional.cross_entropy(logits, labels[counted], reduction="none")
-        token_losses = hidden.new_zeros(labels.shape, dtype=losses.dtype).index_put((counted,), losses)
-        right = torch.zeros_like(counted).index_put((counted,), logits.detach().argmax(-1) == labels[counted])
-    else:
-        logits = head(hidden).float()
-        token_losses = nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORE_INDEX
-        ).view(labels.shape)
-        right = (logits.detach().argmax(-1) == labels) & counted
-    loss = (objective.weights(token_losses.detach(), counted) * token_losses).sum()
-    return loss, _block_sums(loss.detach(), objective.normalizer(counted), counted, right)
-
-
 def _block_sums(
     loss: torch.Tensor, normalizer: torch.Tensor, counted: torch.Tensor, right: torch.Tensor
 ) -> torch.Tensor:
@@ -154,25 +137,88 @@ def _block_sums(
     return torch.cat([torch.stack([s.float() for s in scalars]), counted.sum(0).float(), right.sum(0).float()])
 
 
+def _slot_losses(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross-entropy `[S]` in fp32 or better (0 where nothing counts) and whether the largest logit is the label."""
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    losses = nn.functional.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORE_INDEX)
+    return losses, logits.detach().argmax(-1) == labels
+
+
+@functools.cache
+def _compiled_slot_losses() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Fused into one reading of the logits for the values and one for the gradient."""
+    return torch.compile(_slot_losses, dynamic=False)
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """Whole blocks that go through the head together.
+
+    `order` lists the flat indices of the counted slots before all others; a chunk is (first block, end block, first
+    entry of `order`, number of entries). On a GPU every chunk has `rows` entries, so that kernels are compiled once:
+    those beyond its own are of later chunks or count nothing, and get no weight.
+    """
+
+    order: torch.Tensor
+    bounds: list[tuple[int, int, int, int]]
+
+
+def _chunks(labels: torch.Tensor, counted_slots: list[int], chunk_blocks: int) -> _Chunks:
+    rows = min(chunk_blocks, labels.shape[0]) * (labels.shape[1] - 1)
+    bounds, first_block, first_slot, size = [], 0, 0, 0
+    for block, count in enumerate(counted_slots):
+        if size + count > rows:
+            bounds.append((first_block, block, first_slot, size))
+            first_block, first_slot, size = block, first_slot + size, 0
+        size += count
+    if size:
+        bounds.append((first_block, len(counted_slots), first_slot, size))
+    uncounted = labels == IGNORE_INDEX
+    uncounted[:, 0] = True
+    order = uncounted.flatten().to(torch.uint8).argsort(stable=True)
+    if labels.device.type != "cpu":
+        order = nn.functional.pad(order, (0, rows))
+        bounds = [(*bound[:3], rows) for bound in bounds]
+    return _Chunks(order, bounds)
+
+
 class _FrozenHeadLoss(torch.autograd.Function):
     """The gradient of the hidden states is taken chunk by chunk in the forward, so that no logits are kept."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, labels, head, objective, chunk_blocks):
+    def forward(ctx: Any, hidden: torch.Tensor, labels, head, objective, chunks: _Chunks):
         needs_grad = ctx.needs_input_grad[0]
-        gradient = torch.zeros_like(hidden if needs_grad else hidden[:0])
-        sums = BlockSums.zeros(labels.shape[1], hidden.device).values
-        loss = torch.zeros((), device=hidden.device)
-        for start in range(0, hidden.shape[0], chunk_blocks):
-            part = slice(start, start + chunk_blocks)
-            slots = hidden[part, 1:].detach().requires_grad_(needs_grad)
+        num_blocks, block_size, width = hidden.shape
+        flat, flat_labels = hidden.detach().reshape(-1, width), labels.flatten()
+        gradient = torch.zeros_like(flat if needs_grad else flat[:0])
+        counted = labels[:, 1:] != IGNORE_INDEX
+        token_losses = torch.zeros(labels.shape, device=hidden.device, dtype=_at_least_fp32(hidden.dtype))
+        right = torch.zeros_like(labels, dtype=torch.bool)
+        loss = token_losses.new_zeros(())
+        slot_losses = _slot_losses if labels.device.type == "cpu" else _compiled_slot_losses()
+        for first_block, end_block, first_slot, size in chunks.bounds:
+            index = chunks.order[first_slot : first_slot + size]
+            # Entries of other chunks, which only fill up this one, count nothing here.
+            block = index // block_size
+            own = (block >= first_block) & (block < end_block)
+            chunk_labels = torch.where(own, flat_labels[index], IGNORE_INDEX)
+            slots = flat[index].requires_grad_(needs_grad)
             with torch.set_grad_enabled(needs_grad):
-                chunk_loss, chunk_sums = _chunk(slots, labels[part, 1:], head, objective)
+                logits = head(slots)
+                losses, is_right = slot_losses(logits, chunk_labels)
+            token_losses.view(-1)[index] = losses.detach().to(token_losses.dtype)
+            right.view(-1)[index] = is_right
+            part = slice(first_block, end_block)
+            weights = objective.weights(token_losses[part, 1:], counted[part])
+            loss = loss + (weights * token_losses[part, 1:]).sum()
             if needs_grad:
-                (gradient[part, 1:],) = torch.autograd.grad(chunk_loss, slots)
-            loss = loss + chunk_loss.detach()
-            sums += chunk_sums
-        ctx.save_for_backward(gradient)
+                spread = torch.zeros_like(token_losses)
+                spread[part, 1:] = weights.to(spread.dtype)
+                (gradient[index],) = torch.autograd.grad(losses, slots, spread.view(-1)[index].to(losses.dtype))
+            del logits, losses, slots
+        sums = _block_sums(loss, objective.normalizer(counted), counted, right[:, 1:] & counted)
+        ctx.save_for_backward(gradient.view(num_blocks if needs_grad else 0, block_size, width))
         ctx.mark_non_differentiable(sums)
         return loss, sums
 
@@ -183,6 +229,10 @@ class _FrozenHeadLoss(torch.autograd.Function):
         return gradient * grad_loss.to(gradient.dtype), None, None, None, None
 
 
+def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
 def frozen_head_loss(
     hidden_states: torch.Tensor,
     labels: torch.Tensor,
@@ -190,8 +240,11 @@ def frozen_head_loss(
     objective: Objective,
     vocab_size: int,
     chunk_blocks: int | None = None,
+    counted_slots: Sequence[int] | np.ndarray | None = None,
 ) -> tuple[torch.Tensor, BlockSums]:
     """Weighted sum of cross-entropies through the target's frozen head, in one pass over chunks of whole blocks.
+
+    Only slots that count are multiplied with the head.
 
     Args:
         hidden_states (`torch.Tensor` of shape `[B, N * b, D]`): The drafter's output.
@@ -199,7 +252,9 @@ def frozen_head_loss(
         head: The target's frozen head, from `[..., D]` to `[..., V]`; it gets no gradient.
         objective: Weights of the slots.
         vocab_size: `V`, from which the chunk size follows.
-        chunk_blocks: Blocks per chunk; by default as many as keep 2**27 logits.
+        chunk_blocks: Full blocks per chunk; by default as many as keep 2**27 logits on a CPU, 2**29 elsewhere.
+        counted_slots (`[B * N]`, *optional*): Number of counted slots of each block, known on the host. Without it
+            they are read from the labels, which waits for the device.
 
     Returns:
         The weighted sum (not yet normalised; zero with zero gradients where nothing counts) and the sums for
@@ -208,9 +263,13 @@ def frozen_head_loss(
     block_size = labels.shape[-1]
     labels = labels.flatten(0, -2)
     if chunk_blocks is None:
-        chunk_blocks = max(1, CHUNK_LOGITS // (vocab_size * (block_size - 1)))
+        limit = CHUNK_LOGITS if labels.device.type == "cpu" else DEVICE_CHUNK_LOGITS
+        chunk_blocks = max(1, limit // (vocab_size * (block_size - 1)))
+    if counted_slots is None:
+        counted_slots = (labels[:, 1:] != IGNORE_INDEX).sum(dim=1).tolist()
+    chunks = _chunks(labels, [int(count) for count in counted_slots], chunk_blocks)
     hidden_states = hidden_states.reshape(labels.shape[0], block_size, -1)
-    loss, sums = _FrozenHeadLoss.apply(hidden_states, labels, head, objective, chunk_blocks)
+    loss, sums = _FrozenHeadLoss.apply(hidden_states, labels, head, objective, chunks)
     return loss, BlockSums(sums)
 
 

@@ -12,9 +12,12 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DFlashCache
 
+from .block_masks import written_block_mask
+from .chunked_attention import ChunkedMask, chunked_mask
+
 
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-Mask = torch.Tensor | BlockMask | None
+Mask = torch.Tensor | BlockMask | ChunkedMask | None
 
 
 def _mask_mod(
@@ -128,6 +131,9 @@ def training_masks(
 ) -> dict[str, Mask]:
     """Masks for all blocks of packed rows, one per layer type of the drafter.
 
+    Sorted anchors make them cheap: flex attention then skips most tiles, and sdpa on a CPU works through chunks of
+    neighbouring blocks.
+
     Args:
         config: The drafter's [`DFlashDraftConfig`].
         anchor_positions (`torch.Tensor` of shape `[B, N]`): Row indices of the anchors, -1 for unused slots.
@@ -143,7 +149,13 @@ def training_masks(
     masks: dict[str, Mask] = {}
     for layer_type, _, causal, window in _layer_kinds(config):
         mask_mod = make_mask_mod(anchor_positions, document_ids, config.block_size, causal, window)
-        masks[layer_type] = materialize(mask_mod, config._attn_implementation, shape, document_ids.device, dtype)
+        layout = (anchor_positions, document_ids, config.block_size, window)
+        if config._attn_implementation == "flex_attention":
+            masks[layer_type] = written_block_mask(mask_mod, *layout)
+        elif config._attn_implementation == "sdpa" and document_ids.device.type == "cpu":
+            masks[layer_type] = chunked_mask(mask_mod, *layout)
+        else:
+            masks[layer_type] = materialize(mask_mod, config._attn_implementation, shape, document_ids.device, dtype)
     return masks
 
 

@@ -29,8 +29,10 @@ from transformers.utils.deprecation import deprecate_kwarg
 
 from .checkpoint_format import problem_report
 from .checkpoint_io import check_checkpoint, check_loading_info, check_state_dict, unwrapped_state_dict
+from .chunked_attention import ChunkedMask, chunked_attention_forward
 from .config_rules import field_problems
 from .configuration_dflash import DFlashDraftConfig
+from .flex_tiles import flex_kernel_options
 from .masking import Mask, decoding_masks
 
 
@@ -66,6 +68,7 @@ class DFlashAttention(Qwen3Attention):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: Mask = None,
         cache: Cache | None = None,
+        kernel_options: dict[str, int] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows, num_slots = hidden_states.shape[:2]
         key = torch.cat([self.k_proj(context_hidden_states), self.k_proj(hidden_states)], dim=1)
@@ -81,9 +84,11 @@ class DFlashAttention(Qwen3Attention):
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
 
-        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
+        attention: Callable = chunked_attention_forward
+        if not isinstance(attention_mask, ChunkedMask):
+            attention = ALL_ATTENTION_FUNCTIONS.get_interface(
+                self.config._attn_implementation, eager_attention_forward
+            )
         output, weights = attention(
             self,
             query,
@@ -93,6 +98,7 @@ class DFlashAttention(Qwen3Attention):
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             sliding_window=self.sliding_window,
+            kernel_options=kernel_options,
         )
         return self.o_proj(output.reshape(rows, num_slots, -1)), weights
 
@@ -109,10 +115,16 @@ class DFlashDecoderLayer(Qwen3DecoderLayer):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: Mask = None,
         cache: Cache | None = None,
+        kernel_options: dict[str, int] | None = None,
     ) -> torch.Tensor:
         residual = hidden_states
         hidden_states, _ = self.self_attn(
-            self.input_layernorm(hidden_states), context_hidden_states, position_embeddings, attention_mask, cache
+            self.input_layernorm(hidden_states),
+            context_hidden_states,
+            position_embeddings,
+            attention_mask,
+            cache,
+            kernel_options,
         )
         hidden_states = residual + hidden_states
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
@@ -188,10 +200,17 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
 
         context_hidden_states = self.hidden_norm(self.fc(context_hidden_states))
         position_embeddings = self.rotary_emb(noise_embeds, position_ids)
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else self.dtype
+        kernel_options = flex_kernel_options(noise_embeds.device, dtype)
         hidden_states = noise_embeds
         for layer, layer_type in zip(self.layers, self.config.layer_types or [], strict=True):
             hidden_states = layer(
-                hidden_states, context_hidden_states, position_embeddings, attention_mask[layer_type], cache
+                hidden_states,
+                context_hidden_states,
+                position_embeddings,
+                attention_mask[layer_type],
+                cache,
+                kernel_options,
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache)
 

@@ -210,6 +210,18 @@ class PackedDataset(torch.utils.data.Dataset):
             "documents": [{"document": i} | {name: item[name] for name in DOCUMENT_COLUMNS} for i, item in documents],
         }
 
+    def largest_row_sum(self, values: np.ndarray) -> int:
+        """A bound, in every epoch, on the sum of a value of the documents that share a row.
+
+        Args:
+            values: one non-negative number per document [M].
+        """
+        # Documents of one length change places, so each place counts as the largest value of its length.
+        largest = np.zeros(self.row_length + 1, dtype=np.int64)
+        np.maximum.at(largest, self._lengths, values)
+        longest_first = np.sort(self._lengths)[::-1]
+        return int(np.add.reduceat(largest[longest_first[self._places]], self._row_starts[:-1]).max())
+
     def _members_of(self, epoch: int) -> np.ndarray:
         """The documents of all rows in one epoch, one row after the other."""
         if epoch != self._epoch:

@@ -5,7 +5,7 @@ Shapes: B rows, T packed tokens, K taps, D hidden size, V vocabulary.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -49,14 +49,31 @@ class FrozenHead:
         self.embedding_weight: torch.Tensor = self.embedding.get_parameter("weight")
         self.head_dtype: torch.dtype = self.head.get_parameter("weight").dtype
         self.vocab_size: int = self.embedding_weight.shape[0]
+        self._transform = _logit_transform(target.config.get_text_config(decoder=True))
 
     def noise_embeds(self, anchor_token_ids: torch.Tensor, mask_token_id: int, block_size: int) -> torch.Tensor:
         """[`block_inputs`] from the target's embedding."""
         return block_inputs(self.embedding_weight, anchor_token_ids, mask_token_id, block_size)
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits `[..., V]` of the drafter's output `[..., D]`, multiplied in the type of the head."""
-        return self.head(hidden_states.to(self.head_dtype))
+        """Logits `[..., V]` of the drafter's output `[..., D]`, multiplied in the type of the head.
+
+        Where the target scales its logits or caps them softly, these are scaled and capped too.
+        """
+        return self._transform(self.head(hidden_states.to(self.head_dtype)))
+
+
+def _logit_transform(config: PreTrainedConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What a target does with its logits after the head, by the fields of its configuration that say so."""
+    fields = config.to_dict()
+    scale = (fields.get("logit_scale") or 1.0) / (fields.get("logits_scaling") or 1.0)
+    cap = fields.get("final_logit_softcapping")
+
+    def transform(logits: torch.Tensor) -> torch.Tensor:
+        logits = logits if scale == 1.0 else logits * scale
+        return logits if not cap else cap * torch.tanh(logits / cap)
+
+    return transform
 
 
 def block_inputs(

@@ -4,6 +4,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset, DatasetDict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
@@ -13,9 +14,9 @@ from transformers.utils import CONFIG_NAME, logging
 from .adapting import check_continuing, scan_token_ids
 from .configuration_dflash import DFlashDraftConfig
 from .conversations import tokenize_completions
-from .data_collator import DataCollatorForDFlash, check_documents
-from .losses import IGNORE_INDEX, BlockSums, Objective, frozen_head_loss, make_objective
-from .masking import block_position_ids, training_masks
+from .data_collator import DataCollatorForDFlash, check_documents, num_valid_anchors
+from .drafter_loss import drafter_loss
+from .losses import IGNORE_INDEX, BlockSums, Objective, make_objective
 from .modeling_dflash import DFlashDraftModel
 from .packing import PackedDataset, RowSampler
 from .target import FrozenHead, FrozenTarget
@@ -25,6 +26,8 @@ from .walk import WalkSums, walk_batch
 
 logger = logging.get_logger(__name__)
 
+# Anchor slots of a row are padded to a multiple of this, so that their slots fill whole tiles of the attention.
+ANCHOR_BUCKET = 64
 # Fields of a saved configuration that say how it was saved, not what the drafter is.
 RUN_FIELDS = ("_name_or_path", "architectures", "auto_map", "dtype", "transformers_version")
 
@@ -111,13 +114,7 @@ class DFlashTrainer(Trainer):
         train_dataset = self._pack(train_dataset)
         if data_collator is None:
             rows = train_dataset or (None if isinstance(eval_dataset, dict) else eval_dataset)
-            row_length = args.row_length if rows is None else rows.row_length
-            data_collator = DataCollatorForDFlash(
-                block_size=config.block_size,
-                num_anchors=args.num_anchors,
-                seed=_data_seed(args),
-                max_anchors_per_row=args.max_anchors_per_row or max(1, row_length // 4),
-            )
+            data_collator = self._collator(rows)
         super().__init__(
             model=drafter,
             args=args,
@@ -150,6 +147,21 @@ class DFlashTrainer(Trainer):
         if isinstance(data, PackedDataset):
             return data
         return PackedDataset(documents, self.args.row_length, seed=_data_seed(self.args))
+
+    def _collator(self, rows: PackedDataset | None) -> DataCollatorForDFlash:
+        """The collator of packed rows; where kernels are compiled, all batches have one shape."""
+        args, block_size = self.args, self._drafter_config.block_size
+        assert block_size is not None  # the configuration refuses to be without
+        row_length = args.row_length if rows is None else rows.row_length
+        cap = args.max_anchors_per_row or max(1, row_length // 4)
+        collator = DataCollatorForDFlash(block_size, args.num_anchors, _data_seed(args), cap)
+        if args.device.type != "cpu":
+            if rows is not None:
+                draws = np.minimum(num_valid_anchors(rows.documents), args.num_anchors)
+                cap = min(cap, rows.largest_row_sum(draws))
+            collator.row_length = row_length
+            collator.pad_anchors_to_multiple_of = -(-cap // ANCHOR_BUCKET) * ANCHOR_BUCKET
+        return collator
 
     def _documents(self, data: Any) -> Any:
         """Documents of data that holds chats or documents."""
@@ -246,35 +258,27 @@ class DFlashTrainer(Trainer):
             The loss of this micro-batch, whose sum over the optimizer step (mean over ranks) is the step's loss.
         """
         config: Any = self._drafter_config  # checked: none of its own fields is None
-        labels, anchors = inputs["labels"], inputs["anchor_positions"]
+        labels = inputs["labels"]
         if labels.shape[-1] != config.block_size:
             raise ValueError(
                 f"The collator makes blocks of {labels.shape[-1]} slots, the drafter's block_size is "
                 f"{config.block_size}. Give both the same, or leave data_collator out."
             )
         context = self.target.context_hidden_states(inputs["input_ids"], inputs["document_lengths"])
-        # Noise is small beside large hidden states and would be rounded away in bf16, so it is added in fp32.
-        context = context.to(device=labels.device, dtype=torch.float32, non_blocking=True)
+        context = context.to(device=labels.device, non_blocking=True)
+        dtype = self._compute_dtype
         if model.training and self.args.context_noise > 0:
             context = add_context_noise(
-                context, inputs["document_lengths"], inputs["noise_seeds"], self.args.context_noise
+                context, inputs["document_lengths"], inputs["noise_seeds"], self.args.context_noise, dtype
             )
-        anchor_ids = inputs["input_ids"].gather(1, anchors.clamp(min=0))
-        noise_embeds = self.head.noise_embeds(anchor_ids, config.mask_token_id, config.block_size)
-        if not (self.args.bf16 or self.args.fp16):
-            noise_embeds = noise_embeds.float()
-        outputs = model(
-            noise_embeds=noise_embeds,
-            context_hidden_states=context,
-            attention_mask=training_masks(config, anchors, inputs["document_ids"], noise_embeds.dtype),
-            position_ids=block_position_ids(inputs["position_ids"], anchors, config.block_size),
-        )
-        loss, sums = frozen_head_loss(
-            outputs.last_hidden_state,
-            labels,
-            self.head.logits,
+        context = context.to(dtype)
+        loss, sums, outputs = drafter_loss(
+            model,
+            config,
+            inputs,
+            context,
+            self.head,
             self.objective,
-            self.head.vocab_size,
             self.args.loss_chunk_blocks,
         )
         (self._train_sums if model.training else self._eval_sums).add(sums)
@@ -291,9 +295,8 @@ class DFlashTrainer(Trainer):
         inputs = self._without_repeated_rows(self._prepare_inputs(inputs), self.args.per_device_eval_batch_size)
         with torch.no_grad(), self.compute_loss_context_manager():
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-            noise_dtype = None if self.args.bf16 or self.args.fp16 else torch.float32
             context, sources = outputs["context_hidden_states"], self._eval_sources
-            for answer in walk_batch(model, self._drafter_config, self.head, inputs, context, noise_dtype):
+            for answer in walk_batch(model, self._drafter_config, self.head, inputs, context):
                 self._eval_walk.add(answer, None if sources is None else sources[answer.document])
         return loss.detach(), None, None
 
@@ -324,6 +327,10 @@ class DFlashTrainer(Trainer):
             labels = inputs["labels"].clone()
             labels[own:] = IGNORE_INDEX
             inputs = {**inputs, "labels": labels}
+            if "counted_slots" in inputs:
+                counted = inputs["counted_slots"].copy()
+                counted[own:] = 0
+                inputs["counted_slots"] = counted
         return inputs
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -333,6 +340,13 @@ class DFlashTrainer(Trainer):
             self._train_sums.values.zero_()
             logs.update({k: metrics[k] for k in ("acceptance_length", "accuracy", "full_blocks")})
         super().log(logs, start_time)
+
+    @property
+    def _compute_dtype(self) -> torch.dtype:
+        """Type of the drafter's inputs: that of autocast, or of its parameters where there is none."""
+        if self.args.bf16 or self.args.fp16:
+            return torch.bfloat16 if self.args.bf16 else torch.float16
+        return self.accelerator.unwrap_model(self.model).dtype
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Floating-point operations of the drafter on the blocks, forward and backward, without attention and head."""
@@ -347,6 +361,7 @@ def add_context_noise(
     document_lengths: list[list[int]],
     noise_seeds: list[list[int]],
     half_width: float,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Add uniform noise in `(-half_width, half_width)`, drawn per document from the document's own seed.
 
@@ -355,6 +370,7 @@ def add_context_noise(
         document_lengths: Lengths in tokens of the documents of each row.
         noise_seeds: One seed per document.
         half_width: Bound of the noise; 0 returns the input itself.
+        dtype: Type of the result, by default that of the input; the sum is taken in fp32 at least.
 
     Returns:
         `torch.Tensor` of shape `[B, T, K * D]`. However documents are spread over rows, batches and ranks, each sees
@@ -362,15 +378,21 @@ def add_context_noise(
     """
     if half_width == 0:
         return context_hidden_states
-    noise = torch.zeros_like(context_hidden_states)
-    generator = torch.Generator(device=noise.device)
+    # Document by document, so that no more than one of them is held in fp32.
+    noisy = context_hidden_states.to(dtype or context_hidden_states.dtype, copy=True)
+    generator = torch.Generator(device=noisy.device)
+    wide = torch.promote_types(context_hidden_states.dtype, torch.float32)
     for row, (lengths, seeds) in enumerate(zip(document_lengths, noise_seeds, strict=True)):
         start = 0
         for length, seed in zip(lengths, seeds, strict=True):
+            part = (row, slice(start, start + length))
             generator.manual_seed(seed)
-            noise[row, start : start + length].uniform_(-half_width, half_width, generator=generator)
+            noise = torch.empty_like(context_hidden_states[part], dtype=torch.float32)
+            # Noise is small beside large hidden states: summed in bf16 most of it would be rounded away.
+            noise = noise.uniform_(-half_width, half_width, generator=generator)
+            noisy[part] = (context_hidden_states[part].to(wide) + noise).to(noisy.dtype)
             start += length
-    return context_hidden_states + noise
+    return noisy
 
 
 def _data_seed(args: DFlashTrainingArguments) -> int:
@@ -410,6 +432,23 @@ def _prepare_drafter(model: DFlashDraftModel, args: DFlashTrainingArguments) -> 
     if implementation == "flex_attention" and args.device.type == "cpu":
         raise ValueError("flex_attention has no backward on CPU; leave drafter_attn_implementation unset for sdpa.")
     model.set_attn_implementation(implementation)
+    compiled = args.device.type == "cuda" if args.compile_layers is None else args.compile_layers
+    if compiled and not args.torch_compile:
+        compile_layers(model)
 
 
-__all__ = ["DFlashTrainer", "add_context_noise"]
+def compile_layers(model: DFlashDraftModel, **kwargs) -> None:
+    """Compile each layer by itself, in place: layers of one kind share their code, so two compilations serve all.
+
+    Args:
+        model: The drafter; its parameters keep their names.
+        **kwargs: Arguments of `torch.compile`, such as the backend.
+    """
+    # Training and evaluation, layer kinds and the last, shorter batch are graphs of one function; falling back to
+    # uncompiled flex attention would need the memory of all queries times all keys.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
+    for layer in model.layers:
+        layer.compile(dynamic=False, **kwargs)
+
+
+__all__ = ["DFlashTrainer", "add_context_noise", "compile_layers"]

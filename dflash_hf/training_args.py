@@ -42,6 +42,9 @@ class DFlashTrainingArguments(TrainingArguments):
             Arguments of `from_pretrained` for a target given by id or folder.
         drafter_attn_implementation (`str`, *optional*):
             `"flex_attention"`, `"sdpa"` or `"eager"`; by default flex on CUDA and sdpa elsewhere.
+        compile_layers (`bool`, *optional*):
+            Compile the drafter's layers one by one, which takes seconds instead of the minutes of a whole model; by
+            default on CUDA. `torch_compile` keeps its meaning, the whole model, and switches this off.
     """
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "target_model_init_kwargs"]  # noqa: RUF012
@@ -71,6 +74,9 @@ class DFlashTrainingArguments(TrainingArguments):
         default=None, metadata={"help": "Arguments of from_pretrained for a target given by id or folder."}
     )
     drafter_attn_implementation: str | None = field(default=None, metadata={"help": "flex_attention, sdpa or eager."})
+    compile_layers: bool | None = field(
+        default=None, metadata={"help": "Compile the drafter's layers one by one; by default on CUDA."}
+    )
 
     learning_rate: float = field(default=6e-4, metadata={"help": "Initial learning rate."})
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "Learning rate schedule."})

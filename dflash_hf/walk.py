@@ -28,8 +28,8 @@ from .packing import Documents, PackedDataset, document_lengths
 from .target import FrozenHead, FrozenTarget
 
 
-# A dense mask has an entry for each pair of slot and key, so fewer blocks share a forward there.
-MAX_ANCHORS_WITH_DENSE_MASK = 256
+# Blocks of a row that share a forward where no training batch says how many fit.
+CHUNK_ANCHORS = 256
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,6 @@ def walk_batch(
     head: FrozenHead,
     batch: Mapping[str, Any],
     context_hidden_states: torch.Tensor,
-    noise_dtype: torch.dtype | None = None,
     chunk_anchors: int | None = None,
 ) -> list[WalkedAnswer]:
     """Walk all answers of a batch of packed rows.
@@ -65,9 +64,10 @@ def walk_batch(
         config: Its configuration.
         head: The target's embedding and head on the drafter's device.
         batch: A batch of [`DataCollatorForDFlash`]; rows whose labels count nothing are left out.
-        context_hidden_states (`torch.Tensor` of shape `[B, T, K * D]`): The target's hidden states.
-        noise_dtype: Type of the blocks' inputs; that of the target's embedding by default.
-        chunk_anchors: Blocks per row and forward; by default a quarter of the row's tokens, fewer with dense masks.
+        context_hidden_states (`torch.Tensor` of shape `[B, T, K * D]`): The target's hidden states, in the type that
+            the drafter computes in.
+        chunk_anchors: Blocks per row and forward; by default as many as the batch has anchors for the loss, whose
+            shapes the drafter may be compiled for; on a CPU a quarter of the row's tokens, if that is more.
 
     Returns:
         One [`WalkedAnswer`] per supervised stretch of two tokens or more.
@@ -79,12 +79,12 @@ def walk_batch(
     ]
     anchors, labels = _all_anchors(runs, batch["input_ids"], config.block_size)
     if chunk_anchors is None:
-        chunk_anchors = max(1, batch["input_ids"].shape[1] // 4)
-        if config._attn_implementation != "flex_attention":
-            chunk_anchors = min(chunk_anchors, MAX_ANCHORS_WITH_DENSE_MASK)
+        chunk_anchors = batch["anchor_positions"].shape[1]
+        if anchors.device.type == "cpu":
+            chunk_anchors = max(chunk_anchors, batch["input_ids"].shape[1] // 4)
     pieces = [anchors.new_zeros(len(runs), 0)]
     for part, part_labels in _chunks(anchors, labels, chunk_anchors):
-        hidden = _draft(drafter, config, head, batch, context_hidden_states, part, noise_dtype)
+        hidden = _draft(drafter, config, head, batch, context_hidden_states, part)
         pieces.append(right_drafts(hidden, part_labels, head.logits, head.vocab_size))
     # The only wait for the device.
     right = torch.cat(pieces, dim=1).tolist()
@@ -167,14 +167,13 @@ def _all_anchors(
 def _chunks(
     anchors: torch.Tensor, labels: torch.Tensor, chunk_anchors: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Anchors and labels in pieces; the last is filled up with unused anchors, so that few shapes occur."""
+    """Anchors and labels in pieces; where kernels are compiled, unused anchors fill up the last."""
     for start in range(0, anchors.shape[1], chunk_anchors):
         part, part_labels = anchors[:, start : start + chunk_anchors], labels[:, start : start + chunk_anchors]
-        width = part.shape[1]
-        size = min(chunk_anchors, 1 << (width - 1).bit_length())
+        unused = 0 if anchors.device.type == "cpu" else chunk_anchors - part.shape[1]
         yield (
-            nn.functional.pad(part, (0, size - width), value=-1),
-            nn.functional.pad(part_labels, (0, 0, 0, size - width), value=IGNORE_INDEX),
+            nn.functional.pad(part, (0, unused), value=-1),
+            nn.functional.pad(part_labels, (0, 0, 0, unused), value=IGNORE_INDEX),
         )
 
 
@@ -185,14 +184,12 @@ def _draft(
     batch: Mapping[str, Any],
     context_hidden_states: torch.Tensor,
     anchors: torch.Tensor,
-    noise_dtype: torch.dtype | None,
 ) -> torch.Tensor:
     """The drafter's output `[B, A * b, D]` for the blocks at some anchors of a batch, as in training."""
     mask_token_id, block_size = config.mask_token_id, config.block_size
     assert mask_token_id is not None and block_size is not None  # the configuration refuses that
     anchor_ids = batch["input_ids"].gather(1, anchors.clamp(min=0))
-    noise_embeds = head.noise_embeds(anchor_ids, mask_token_id, block_size)
-    noise_embeds = noise_embeds if noise_dtype is None else noise_embeds.to(noise_dtype)
+    noise_embeds = head.noise_embeds(anchor_ids, mask_token_id, block_size).to(context_hidden_states.dtype)
     return drafter(
         noise_embeds=noise_embeds,
         context_hidden_states=context_hidden_states,
@@ -230,7 +227,7 @@ def walk_documents(
             context = frozen.context_hidden_states(batch["input_ids"], batch["document_lengths"])
             on_device = {k: v.to(drafter.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
             context = context.to(drafter.device, drafter.dtype)
-            answers += walk_batch(drafter, config, head, on_device, context, noise_dtype=drafter.dtype)
+            answers += walk_batch(drafter, config, head, on_device, context, CHUNK_ANCHORS)
     return sorted(answers, key=lambda answer: answer.document)
 
 

@@ -5,9 +5,10 @@ import pytest
 import tiny
 import torch
 
-from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
+from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, flex_tiles
 from dflash_hf.losses import frozen_head_loss, make_objective
 from dflash_hf.masking import block_position_ids, training_masks
+from dflash_hf.trainer import compile_layers
 
 
 pytestmark = pytest.mark.gpu
@@ -98,3 +99,52 @@ def test_training_on_the_device_follows_the_cpu(target, tmp_path):
         assert trainer.model.config._attn_implementation == ("sdpa" if use_cpu else "flex_attention")
         assert all(p.dtype == torch.float32 for p in trainer.model.parameters())
     assert losses[False] == pytest.approx(losses[True], rel=2e-2)
+
+
+def test_p2_training_steps_neither_recompile_nor_wait_for_the_device(tmp_path):
+    """After warm-up on mixed documents, forward, backward and optimizer are launched without a look at the device."""
+    drafter = make_drafter("flex_attention", layer_types=["sliding_attention", "full_attention"], sliding_window=24,
+                           use_sliding_window=True)  # fmt: skip
+    args = DFlashTrainingArguments(
+        output_dir=str(tmp_path), max_steps=50, row_length=512, num_anchors=16, logging_steps=1000, bf16=True,
+        report_to="none", save_strategy="no", disable_tqdm=True, logging_first_step=False,
+    )  # fmt: skip
+    trainer = DFlashTrainer(drafter, tiny.dense_target(), args, train_dataset=documents(400))
+    steps, graphs = [], []
+    training_step = trainer.training_step
+
+    def watched(model, inputs, *rest):
+        steps.append(None)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        torch.cuda.set_sync_debug_mode("error" if len(steps) > 5 else "default")
+        try:
+            return training_step(model, inputs, *rest)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    trainer.training_step = watched
+    trainer.train()
+    assert len(steps) == 50 and graphs[-1] == graphs[5]
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_tiles_for_small_shared_memory_change_nothing_but_the_rounding(layers, monkeypatch):
+    torch.manual_seed(1)
+    document_ids = torch.tensor([[0] * 150 + [1] * 90 + [-1] * 16]).cuda()
+    positions = torch.cat([torch.arange(150), torch.arange(90), torch.zeros(16, dtype=torch.long)])[None].cuda()
+    anchors = torch.tensor([[0, 3, 17, 140, 150, 151, 200, -1]]).cuda()
+    context = torch.randn(1, 256, 2 * tiny.HIDDEN_SIZE).cuda()
+    noise = torch.randn(1, 8 * 16, tiny.HIDDEN_SIZE).cuda()
+    results = []
+    for small in (False, True):
+        if small:
+            monkeypatch.setattr(flex_tiles, "ENOUGH_SHARED_MEMORY", 10**9)
+        drafter = make_drafter("flex_attention", **LAYERS[layers])
+        compile_layers(drafter)
+        with torch.autocast("cuda", torch.bfloat16):
+            masks = training_masks(drafter.config, anchors, document_ids)
+            output = drafter(noise, context, masks, block_position_ids(positions, anchors, 16)).last_hidden_state
+        output.pow(2).sum().backward()
+        results.append([output.detach(), *(p.grad for p in drafter.parameters())])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2 * expected.abs().max().item())

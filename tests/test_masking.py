@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who sees whom: the one predicate against its slow twin, and what follows from it in the drafter's own gradients."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive import naive_loss, naive_mask, pack_rows, packed_forward, random_drafter, random_inputs, visible
-from torch.nn.attention.flex_attention import create_mask
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from dflash_hf import chunked_attention
+from dflash_hf.block_masks import block_tiles, written_block_mask
+from dflash_hf.chunked_attention import chunked_mask
+from dflash_hf.flex_tiles import small_tiles
 from dflash_hf.masking import block_position_ids, make_mask_mod, materialize, training_masks
 
 
@@ -48,15 +55,94 @@ def test_p1_the_predicate_equals_the_naive_mask_on_random_layouts(layout):
     assert expected.any(-1).all(), "a query without a key makes NaN"
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(layouts(), st.integers(2, 20))
+def test_p3_the_written_tiles_are_those_of_the_dense_mask_on_random_layouts(layout, tile):
+    rows, block_size, causal, window = layout
+    expected = naive_mask(rows.anchor_positions, rows.document_ids, block_size, causal, window)
+    partial, full = block_tiles(rows.anchor_positions, rows.document_ids, block_size, window, tile)
+    num_rows, queries, keys = expected.shape
+    for row, first_query, first_key in itertools.product(
+        range(num_rows), range(0, queries, tile), range(0, keys, tile)
+    ):
+        pairs = expected[row, first_query : first_query + tile, first_key : first_key + tile]
+        place = (row, first_query // tile, first_key // tile)
+        assert not (partial[place] and full[place])
+        assert pairs.all() if full[place] else (partial[place] or not pairs.any())
+        # Nothing is listed for nothing: a slot of a sliding layer may see less than the first one of its block.
+        assert pairs.any() or not partial[place] or window is not None or causal
+    assert partial.shape == (num_rows, -(-queries // tile), -(-keys // tile))
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(layouts())
-def test_p1_the_block_mask_hides_no_block_of_keys_that_a_query_sees(layout):
+def test_p3_the_written_block_mask_equals_an_evaluated_one(layout):
     rows, block_size, causal, window = layout
     expected = naive_mask(rows.anchor_positions, rows.document_ids, block_size, causal, window)
     mask_mod = make_mask_mod(rows.anchor_positions, rows.document_ids, block_size, causal, window)
-    block_mask = materialize(mask_mod, "flex_attention", tuple(expected.shape), torch.device("cpu"), torch.float32)
+    written = written_block_mask(mask_mod, rows.anchor_positions, rows.document_ids, block_size, window)
+    evaluated = create_block_mask(mask_mod, expected.shape[0], None, *expected.shape[1:], device="cpu")
+    assert written.shape == evaluated.shape
     # All of these rows are smaller than one 128 x 128 tile, which is listed as soon as any of its pairs is seen.
-    assert torch.equal(block_mask.to_dense()[:, 0, 0, 0] > 0, expected.any(-1).any(-1))
+    assert torch.equal(written.to_dense(), evaluated.to_dense())
+
+
+def test_p3_long_rows_have_few_tiles_and_full_ones_among_them():
+    """Four documents of 512 tokens with 64 anchors each: the context of a tile ends at its largest anchor."""
+    anchors = torch.cat([torch.arange(8, 512, 8)[:64] + 512 * d for d in range(4)])[None]
+    documents = torch.arange(4).repeat_interleave(512)[None]
+    for window in (None, 64):
+        partial, full = block_tiles(anchors, documents, 16, window)
+        mask_mod = make_mask_mod(anchors, documents, 16, window is not None, window)
+        evaluated = create_block_mask(mask_mod, 1, None, anchors.shape[1] * 16, 2048 + anchors.shape[1] * 16, "cpu")
+        assert torch.equal((partial | full)[:, None].int(), evaluated.to_dense())
+        assert window is not None or full.any()
+        assert (partial | full).float().mean() < 0.15
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(layouts(), st.integers(1, 40))
+def test_the_chunked_mask_equals_the_naive_mask_on_random_layouts(layout, chunk_queries):
+    rows, block_size, causal, window = layout
+    expected = naive_mask(rows.anchor_positions, rows.document_ids, block_size, causal, window)
+    mask_mod = make_mask_mod(rows.anchor_positions, rows.document_ids, block_size, causal, window)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunked_attention, "CHUNK_QUERIES", chunk_queries)
+        chunked = chunked_mask(mask_mod, rows.anchor_positions, rows.document_ids, block_size, window)
+    assert torch.equal(chunked.dense()[:, 0], expected)
+
+
+@pytest.mark.parametrize("causal,window", [(False, None), (True, 9)])
+def test_attention_in_chunks_equals_one_dense_call_in_values_and_gradients(causal, window, monkeypatch):
+    monkeypatch.setattr(chunked_attention, "CHUNK_QUERIES", 12)
+    rows = pack_rows([[(30, [2, 7, 9, 29]), (16, [0, 5, 6])], [(41, [12, 13, 40])]], padding=3, unused=1)
+    mask_mod = make_mask_mod(rows.anchor_positions, rows.document_ids, 4, causal, window)
+    mask = chunked_mask(mask_mod, rows.anchor_positions, rows.document_ids, 4, window)
+    assert len(mask.masks) > 2
+    module = random_drafter([FULL]).layers[0].self_attn
+    torch.manual_seed(0)
+    queries, keys = mask.dense().shape[2:]
+    heads = module.config.num_key_value_heads
+    states = [torch.randn(2, heads * groups, n, 8, dtype=torch.float64, requires_grad=True)
+              for n, groups in ((queries, module.num_key_value_groups), (keys, 1), (keys, 1))]  # fmt: skip
+    results = []
+    for attention, given_mask in (
+        (sdpa_attention_forward, mask.dense()), (chunked_attention.chunked_attention_forward, mask)
+    ):  # fmt: skip
+        output = attention(module, *states, given_mask, scaling=0.3)[0]
+        results.append([output, *torch.autograd.grad(output.pow(3).sum(), states)])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_small_tiles_fit_the_shared_memory_of_workstation_gpus(dtype):
+    options, head_dim = small_tiles(dtype), 128
+    stages = options["fwd_num_stages"]
+    forward = (options["fwd_BLOCK_M"] + 2 * stages * options["fwd_BLOCK_N"]) * head_dim * dtype.itemsize
+    backward = 2 * (options["bwd_BLOCK_M1"] + options["bwd_BLOCK_N1"]) * head_dim * dtype.itemsize
+    assert max(forward, backward) < 101_376
+    assert all(128 % options[name] == 0 for name in options if "BLOCK" in name)
 
 
 def test_the_naive_mask_by_hand():
@@ -82,7 +168,7 @@ def test_masks_by_layer_type():
     assert set(masks) == {FULL, SLIDING}
     for layer_type, causal, window in ((FULL, False, None), (SLIDING, True, 5)):
         expected = naive_mask(rows.anchor_positions, rows.document_ids, 4, causal, window)
-        assert torch.equal(masks[layer_type][:, 0], expected)
+        assert torch.equal(masks[layer_type].dense()[:, 0], expected)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -92,7 +178,7 @@ def test_is_causal_overrides_both_layer_types(is_causal):
     masks = training_masks(drafter.config, rows.anchor_positions, rows.document_ids)
     for layer_type, window in ((FULL, None), (SLIDING, 5)):
         expected = naive_mask(rows.anchor_positions, rows.document_ids, 4, is_causal, window)
-        assert torch.equal(masks[layer_type][:, 0], expected)
+        assert torch.equal(masks[layer_type].dense()[:, 0], expected)
 
 
 @pytest.mark.parametrize("layer_type", [FULL, SLIDING])

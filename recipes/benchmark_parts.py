@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmark times of this package: the drafter's step as the trainer runs it, the target, the transfer."""
+
+import time
+from typing import Any
+
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from benchmark_check import checked_parameters, naive_loss, only_blocks, relative_difference, spread
+from benchmark_shapes import Shape
+from benchmark_timing import Side, num_bytes, synchronize
+from transformers import AutoModelForCausalLM
+
+from dflash_hf import DFlashDraftModel, FrozenTarget
+from dflash_hf.drafter_loss import drafter_loss
+from dflash_hf.losses import Objective
+from dflash_hf.target import FrozenHead
+from dflash_hf.trainer import add_context_noise, compile_layers
+
+
+class DrafterStep:
+    """Forward and backward of the drafter on one batch; with `optimize`, clipping and fused AdamW too.
+
+    Args:
+        drafter: The drafter with fp32 masters on its device.
+        head: The target's embedding and head there.
+        objective: Weights of the slots.
+        batch: A batch of the collator there.
+        context: The target's hidden states `[1, T, K * D]` there, as the target gives them.
+        mixed_precision: Whether the forward runs under bf16 autocast, as with the trainer's `bf16=True`.
+        context_noise: Half-width of the noise on the hidden states.
+        compiled: Whether each layer is compiled, once for all layers of a kind.
+        optimize: Whether the optimizer step belongs to it.
+    """
+
+    def __init__(
+        self,
+        drafter: DFlashDraftModel,
+        head: FrozenHead,
+        objective: Objective,
+        batch: dict[str, Any],
+        context: torch.Tensor,
+        mixed_precision: bool,
+        context_noise: float = 0.0,
+        compiled: bool = False,
+        optimize: bool = False,
+    ):
+        self.drafter, self.head, self.objective = drafter, head, objective
+        self.batch, self.context, self.context_noise = batch, context, context_noise
+        self.mixed_precision = mixed_precision
+        self.compiled = compiled
+        if compiled:
+            compile_layers(drafter)
+        self.model: Any = drafter
+        if mixed_precision:
+            # As accelerate prepares it for the trainer: autocast around the forward, fp32 out of it.
+            autocast = torch.autocast(context.device.type, torch.bfloat16)
+            self.model = convert_outputs_to_fp32(autocast(drafter.forward))
+        self.optimizer = None
+        if optimize:
+            fused = context.device.type == "cuda"
+            # A rate of 0 takes as long as any other and leaves all repeats and peers the same weights.
+            self.optimizer = torch.optim.AdamW(drafter.parameters(), lr=0.0, weight_decay=0.0, fused=fused)
+
+    def loss(self, batch: dict[str, Any], context: torch.Tensor) -> torch.Tensor:
+        """The normalised loss of a batch, as `DFlashTrainer.compute_loss` has it from the hidden states on."""
+        dtype = torch.bfloat16 if self.mixed_precision else torch.float32
+        if self.context_noise > 0:
+            context = add_context_noise(
+                context, batch["document_lengths"], batch["noise_seeds"], self.context_noise, dtype
+            )
+        loss, _, _ = drafter_loss(self.model, self.drafter.config, batch, context.to(dtype), self.head, self.objective)
+        return loss / self.objective.normalizer(batch["labels"][..., 1:] != -100).clamp(min=1e-12)
+
+    def __call__(self, context: torch.Tensor | None = None) -> torch.Tensor:
+        loss = self.loss(self.batch, self.context if context is None else context)
+        loss.backward()
+        if self.optimizer is not None:
+            torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
+            self.optimizer.step()
+        return loss.detach()
+
+    def side(self, name: str, step: Any = None, others: list[torch.Tensor] | None = None) -> Side:
+        """This step, or one around it, for timing; `others` are further tensors that it needs on the device."""
+        tensors = [t for t in self.batch.values() if isinstance(t, torch.Tensor)]
+        head = [*self.head.embedding.parameters(), *self.head.head.parameters()]
+        parameters = list(self.drafter.parameters())
+        shared = num_bytes([self.context, *tensors, *head, *(others or [])])
+        if self.optimizer is not None:
+            shared += 2 * num_bytes(parameters)  # AdamW's two moments
+        return Side(name, step or self, parameters, shared)
+
+    def check(self, num_blocks: int) -> dict[str, Any]:
+        """Hold loss and gradients of some blocks of the batch against the naive twin's, through the timed code.
+
+        Raises:
+            ValueError: When they differ by more than rounding.
+        """
+        blocks = spread(self.batch["anchor_positions"].shape[1], num_blocks)
+        batch = only_blocks(self.batch, blocks)
+        noise, self.context_noise = self.context_noise, 0.0
+        start = time.perf_counter()
+        loss = self.loss(batch, self.context)
+        loss.backward()
+        synchronize(self.context.device)
+        seconds = time.perf_counter() - start
+        self.context_noise = noise
+        parameters = dict(self.drafter.named_parameters())
+        gradients = {name: parameters[name].grad for name in checked_parameters(self.drafter)}
+        expected, expected_gradients = naive_loss(self.drafter, self.head, batch, self.context, self.objective, blocks)
+        differences = {n: relative_difference(gradients[n], g) for n, g in expected_gradients.items()}
+        self.drafter.zero_grad(set_to_none=True)
+        loss_tolerance, tolerance = (5e-3, 8e-2) if self.mixed_precision else (1e-4, 1e-3)
+        result = {
+            "blocks": len(blocks),
+            "seconds": seconds,
+            "loss": loss.item(),
+            "naive_loss": expected,
+            "relative_loss_difference": abs(loss.item() - expected) / abs(expected),
+            "relative_gradient_differences": differences,
+        }
+        if not (result["relative_loss_difference"] <= loss_tolerance and max(differences.values()) <= tolerance):
+            raise ValueError(
+                f"The drafter's step differs from its naive twin by more than rounding ({loss_tolerance} of the loss, "
+                f"{tolerance} of a gradient's norm), so its time means nothing: {result}"
+            )
+        return result
+
+
+def make_target(shape: Shape, device: torch.device, dtype: torch.dtype) -> FrozenTarget:
+    """A random target of the shape, without the layers that no tap needs."""
+    with device:
+        model = AutoModelForCausalLM.from_config(shape.target, dtype=dtype)
+    taps = shape.drafter["target_layer_ids"]
+    target = FrozenTarget(model, taps)
+    del model.get_decoder().layers[taps[-1] + 1 :]
+    return target
+
+
+def target_side(target: FrozenTarget, batch: dict[str, Any]) -> Side:
+    """The target's forward to the hidden states of a batch."""
+    input_ids = batch["input_ids"].to(target.device)
+    shared = num_bytes(list(target.model.parameters()))
+    return Side("target", lambda: target.context_hidden_states(input_ids, batch["document_lengths"]), (), shared)
+
+
+def transfer_side(context: torch.Tensor, source: torch.device, device: torch.device) -> Side:
+    """The hidden states' way from the target's device: straight, or through pinned memory on a single GPU."""
+    states = context.to(source, copy=True)
+    if source != device:
+        return Side("transfer", lambda: states.to(device, non_blocking=True), (), num_bytes([states]))
+    if device.type != "cuda":
+        return Side("transfer", states.clone, (), num_bytes([states]))
+    host = torch.empty(states.shape, dtype=states.dtype, pin_memory=True)
+
+    def through_host():
+        host.copy_(states, non_blocking=True)
+        return host.to(device, non_blocking=True)
+
+    return Side("transfer", through_host, (), num_bytes([states]))
+
+
+def step_side(target: FrozenTarget, drafter_step: DrafterStep) -> Side:
+    """Target, transfer, drafter and optimizer one after the other, launched without waiting in between."""
+    input_ids = drafter_step.batch["input_ids"].to(target.device)
+    lengths, device = drafter_step.batch["document_lengths"], drafter_step.context.device
+
+    def step():
+        context = target.context_hidden_states(input_ids, lengths)
+        return drafter_step(context.to(device, non_blocking=True))
+
+    here = list(target.model.parameters()) if target.device == device else []
+    return drafter_step.side("step", step, here)
