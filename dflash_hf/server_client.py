@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from .evaluation_prompts import EvaluationPrompt
 from .server_counters import CountersMissing, Verifications, own_verifications, sglang_counters, vllm_counters
 
 
@@ -18,21 +19,6 @@ class ServerError(RuntimeError):
 
 class _NotFound(ServerError):
     """The server has no such page."""
-
-
-@dataclass(frozen=True)
-class ServedPrompt:
-    """A prompt for a server.
-
-    Args:
-        messages: The chat up to the answer.
-        source: Where it comes from.
-        language: Its language.
-    """
-
-    messages: list[dict[str, Any]]
-    source: str | None = None
-    language: str | None = None
 
 
 @dataclass(frozen=True)
@@ -47,7 +33,7 @@ class ServedAnswer:
         verifications: The answer's own, where the server tells.
     """
 
-    prompt: ServedPrompt
+    prompt: EvaluationPrompt
     text: str
     num_tokens: int
     seconds: float
@@ -60,16 +46,17 @@ class Server:
     Args:
         url: Its address, with or without `/v1`.
         timeout: Seconds without a byte after which a request has failed.
+        speculates: Whether it must speculate, so that there is something to measure.
 
     Raises:
-        ServerError: When it does not answer, is neither of the two, or does not speculate.
+        ServerError: When it does not answer, is neither of the two, or does not speculate although it must.
     """
 
-    def __init__(self, url: str, timeout: float = 600.0):
+    def __init__(self, url: str, timeout: float = 600.0, speculates: bool = True):
         self.url, self.timeout = url.rstrip("/").removesuffix("/v1"), timeout
         models = json.loads(self._get("/v1/models") or "{}").get("data") or [{"id": "default"}]
         self.model: str = models[0]["id"]
-        self.engine = self._find_engine()
+        self.engine = self._find_engine(speculates)
 
     def counters(self) -> Verifications:
         """What the server has verified since its start.
@@ -99,7 +86,7 @@ class Server:
             "Measure on a server that has no other requests."
         )
 
-    def ask(self, prompt: ServedPrompt, settings: dict[str, Any]) -> ServedAnswer:
+    def ask(self, prompt: EvaluationPrompt, settings: dict[str, Any]) -> ServedAnswer:
         """Let it answer one prompt.
 
         Args:
@@ -129,10 +116,11 @@ class Server:
         text = "".join(_text(chunk) for chunk in chunks)
         return ServedAnswer(prompt, text, usage["completion_tokens"], seconds, own[-1] if own else None)
 
-    def _find_engine(self) -> str:
+    def _find_engine(self, speculates: bool) -> str:
         if "\nvllm:" in "\n" + (self._get("/metrics", missing_ok=True) or ""):
             self.engine = "vllm"
-            self.counters()
+            if speculates:
+                self.counters()
             return "vllm"
         info = self._server_info()
         if info is None:
@@ -140,7 +128,7 @@ class Server:
                 f"{self.url} has neither vLLM's metrics (/metrics with vllm:...) nor SGLang's /server_info, so it "
                 "does not say what it verified. Give the address of the engine itself, not of a gateway before it."
             )
-        if not info.get("speculative_algorithm"):
+        if speculates and not info.get("speculative_algorithm"):
             raise ServerError(
                 f"{self.url} is an SGLang server without speculation (its speculative_algorithm is "
                 f"{info.get('speculative_algorithm')}). Start it with --speculative-algorithm (`dflash-hf validate "
@@ -202,4 +190,4 @@ def _text(chunk: dict[str, Any]) -> str:
     return "".join(message.get(name) or "" for message in messages for name in names)
 
 
-__all__ = ["ServedAnswer", "ServedPrompt", "Server", "ServerError"]
+__all__ = ["ServedAnswer", "Server", "ServerError"]

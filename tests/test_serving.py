@@ -10,7 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from dflash_hf import server_client
-from dflash_hf.server_client import ServedPrompt, Server, ServerError
+from dflash_hf.evaluation_prompts import EvaluationPrompt
+from dflash_hf.server_client import Server, ServerError
 from dflash_hf.server_counters import Verifications, own_verifications
 from dflash_hf.serving import measure_server
 
@@ -179,7 +180,9 @@ def no_waiting(monkeypatch):
 
 
 def prompts(*texts):
-    return [ServedPrompt([{"role": "user", "content": text}], source=text.split()[0], language="en") for text in texts]
+    return [
+        EvaluationPrompt([{"role": "user", "content": text}], source=text.split()[0], language="en") for text in texts
+    ]
 
 
 def measure(url, *texts, timeout=20.0, **arguments):
