@@ -4,6 +4,7 @@
 [`acceptance_report`] says what the acceptance length is.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -166,7 +167,7 @@ def walked_acceptance_length(
         progress: Show a bar.
 
     Returns:
-        The walk's acceptance length over the same answers.
+        The walk's acceptance length over the same answers; nan where none of them has a verification.
     """
     documents = [
         {
@@ -177,7 +178,8 @@ def walked_acceptance_length(
     ]
     answers = walk_documents(target, drafter, documents, progress)
     blocks = [committed for answer in answers for committed in answer.committed]
-    walked, decoded = sum(blocks) / len(blocks), report.acceptance_length
+    walked, decoded = sum(blocks) / len(blocks) if blocks else math.nan, report.acceptance_length
+    # False where there is nothing to compare.
     if abs(walked - decoded) > MAX_DIFFERENCE_OF_WALK * decoded:
         logger.warning(
             f"On the same token ids the walk gives an acceptance length of {walked:.3f} and decoding {decoded:.3f}: "

@@ -82,6 +82,7 @@ def main() -> None:
         text = markdown(reports, walked)
         plot_reports(reports, folder / "acceptance.png")
         results["settings"] |= environment
+        walked = {name: value for name, value in walked.items() if value == value}
         results |= {"walked": walked, "drafters": {name: report_result(r) for name, r in reports.items()}}
     (folder / "results.json").write_text(json.dumps(results, indent=1))
     settings = json.dumps(results["settings"], indent=1)
@@ -114,7 +115,7 @@ def evaluate(
         ]
         reports[name] = replace(report, prompts=answers)
         shapes[name] = {"parameters": drafter.num_parameters(), "block_size": drafter.config.block_size}
-        if args.check_walk and args.temperature == 0 and any(answer.committed for answer in answers):
+        if args.check_walk and args.temperature == 0:
             walked[name] = walked_acceptance_length(target, drafter, report)
     hardware = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else platform.processor()
     environment = {"device": str(target.device), "hardware": hardware, "threads": torch.get_num_threads()}

@@ -14,7 +14,14 @@ from test_generation import drafter_for
 from test_serving import start  # noqa: F401 (a fixture)
 
 from dflash_hf import server_client
-from dflash_hf.evaluation_prompts import EvaluationPrompt, preset_prompts, prompt_token_ids, read_prompts
+from dflash_hf.cli import parse_config
+from dflash_hf.evaluation_prompts import (
+    PRESETS,
+    EvaluationPrompt,
+    preset_prompts,
+    prompt_token_ids,
+    read_prompts,
+)
 
 
 torch.set_num_threads(1)
@@ -137,6 +144,18 @@ def test_what_cannot_be_run_is_refused(run, words, message, capsys):
     with pytest.raises(SystemExit):
         run(*words)
     assert message in capsys.readouterr().err
+
+
+def test_the_readme_commands_are_understood(run):
+    text = (RECIPE.parents[1] / "README.md").read_text().replace("\\\n", " ")
+    commands = [
+        line.split()[2:] for line in text.splitlines() if line.startswith("python recipes/evaluate_acceptance")
+    ]
+    assert len(commands) == 2
+    arguments = sys.modules["evaluate_acceptance"].EvaluationArguments
+    local, server = [parse_config((arguments,), words)[0] for words in commands]
+    assert len(local.drafters) == 2 and set(local.presets + server.presets) <= set(PRESETS)
+    assert server.server == ["http://localhost:8000"]
 
 
 # Prompts

@@ -24,7 +24,12 @@ from dflash_hf import (
     read_completions,
     tokenize_completions,
 )
-from dflash_hf.acceptance import AcceptanceReport, bootstrap_difference, measure_acceptance
+from dflash_hf.acceptance import (
+    AcceptanceReport,
+    bootstrap_difference,
+    measure_acceptance,
+    walked_acceptance_length,
+)
 from dflash_hf.cli import parse_config
 from dflash_hf.generation import speculative_generate
 
@@ -97,6 +102,8 @@ def main() -> None:
 
     drafter = DFlashDraftModel.from_pretrained(args.output_dir).eval()
     after = measure(target, drafter, prompts, demo.max_new_tokens)
+    # On the drafter's own answers, blocks drafted all at once and one after the other are the same.
+    evaluation["walked_acceptance_length"] = walked_acceptance_length(target, drafter, after["unseen"])
     answers = compare_answers(target, drafter, tokenizer, spread(test_rows, 5), demo.max_new_tokens)
     report(before, after, answers, evaluation, Path(args.output_dir))
     print(f"Drafter, results.json and training.png are in {args.output_dir}. {time.time() - start:.0f} s in all.")
