@@ -5,21 +5,33 @@ Shapes: B rows, T packed tokens, K taps, D hidden size, V vocabulary.
 """
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
+from accelerate.hooks import remove_hook_from_module
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .configuration_dflash import DFlashDraftConfig
+from .target_check import Reader, packing_fault
+from .target_dense import PackedDense
+from .target_features import PackedForward, packed_features, padded_features
+from .target_kernels import LINEAR_ATTENTION_FLOOR, delta_kernels_available, reference_delta_rule
+from .target_packing import Piece, document_pieces
+from .target_qwen3_5 import PackedQwen35
 
 
-# Documents run through the target together while padding stays below this share of the tokens.
-MAX_PADDING = 0.05
+logger = logging.getLogger(__name__)
+
+# Types that layers multiply in; others only store quantised weights.
+COMPUTE_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class _LastTapRead(Exception):
@@ -44,10 +56,19 @@ class FrozenHead:
         # One deepcopy of both keeps a tied weight tied.
         pair = nn.ModuleList([embedding, head])
         if not all(_is_on(p, device) for p in pair.parameters()):
-            pair = copy.deepcopy(pair).to(device)
+            # A target spread over devices moves its inputs by hooks, which the copy must not follow.
+            pair = remove_hook_from_module(copy.deepcopy(pair), recurse=True).to(device)
         self.embedding, self.head = pair.requires_grad_(False)
         self.embedding_weight: torch.Tensor = self.embedding.get_parameter("weight")
-        self.head_dtype: torch.dtype = self.head.get_parameter("weight").dtype
+        if self.embedding_weight.dtype not in COMPUTE_TYPES:
+            raise ValueError(
+                f"The target's embedding is stored as {self.embedding_weight.dtype}, but the drafter reads its rows "
+                "as they are. Quantise the target without its embedding, as most methods do."
+            )
+        # A quantised head may store integers, or no weight at all; it multiplies in the type of the embedding.
+        weight = dict(self.head.named_parameters()).get("weight", self.embedding_weight)
+        stored: torch.dtype = weight.dtype
+        self.head_dtype: torch.dtype = stored if stored in COMPUTE_TYPES else self.embedding_weight.dtype
         self.vocab_size: int = self.embedding_weight.shape[0]
         self._transform = _logit_transform(target.config.get_text_config(decoder=True))
 
@@ -107,11 +128,17 @@ class FrozenTarget:
             frozen but keeps all its layers.
         target_layer_ids (`list[int]`): Taps: 0-based decoder layers whose outputs are read.
         device: Where the target runs; None leaves it where it is.
+        packed (`bool`, *optional*):
+            Whether documents may share a row of the target's forward, where its layers allow it and after a check at
+            the first call; by default on CUDA.
+        compile_target: Whether to compile the layers of a Qwen3.5/3.6 target on CUDA, which takes up to a minute;
+            quantised ones are left as they are.
+        allow_slow_target: Whether a hybrid target may run on CUDA without flash-linear-attention.
         **init_kwargs: Arguments of `AutoModelForCausalLM.from_pretrained`.
 
     Raises:
         OSError: When there is no such model.
-        ValueError: When a tap is out of range.
+        ValueError: When a tap is out of range, or a hybrid target would be far too slow.
     """
 
     def __init__(
@@ -119,6 +146,9 @@ class FrozenTarget:
         model: str | Path | PreTrainedModel,
         target_layer_ids: Sequence[int],
         device: torch.device | str | None = None,
+        packed: bool | None = None,
+        compile_target: bool = False,
+        allow_slow_target: bool = False,
         **init_kwargs,
     ):
         if not isinstance(model, str | Path | nn.Module):
@@ -132,7 +162,11 @@ class FrozenTarget:
             )
         # A model of the user's keeps all its layers; one loaded here is nobody else's.
         owned = isinstance(model, str | Path)
-        self.model: Any = _load(model, init_kwargs) if isinstance(model, str | Path) else model
+        if isinstance(model, str | Path):
+            if not allow_slow_target and device is not None and torch.device(device).type == "cuda":
+                refuse_slow(_load_config(model, init_kwargs))
+            model = _load(model, device, init_kwargs)
+        self.model: Any = model
         if any(p.is_meta for p in self.model.parameters()):
             raise ValueError(
                 f"The target {type(self.model).__name__} has parameters on the meta device, so it has no weights to "
@@ -149,6 +183,33 @@ class FrozenTarget:
         # A target that from_pretrained spread over several devices stays where it is.
         if device is not None and len(devices) == 1 and not _is_on(next(self.model.parameters()), device):
             self.model.to(device)  # type: ignore[arg-type]
+        on_cuda = self.device.type == "cuda"
+        if on_cuda and not allow_slow_target:
+            refuse_slow(self.config)
+        self._vocab_size: int = self.config.vocab_size
+        self._lock = Lock()
+        self._packed: PackedForward | None = None
+        self._unchecked: PackedForward | None = None
+        if (on_cuda if packed is None else packed) and len(devices) == 1:
+            self._unchecked = self._packable(compile_target and on_cuda)
+
+    def _packable(self, compiled: bool) -> PackedForward | None:
+        """The packed path that this target's layers have, to be checked at the first call."""
+        decoder = self.model.get_decoder()
+        if PackedQwen35.fits(decoder):
+            return PackedQwen35(decoder, self.target_layer_ids, compiled and not _quantised(self.model))
+        if PackedDense.fits(decoder):
+            return PackedDense(decoder, self._read_taps)
+        self._say_padded("only Qwen3.5/3.6 layers, and full attention by sdpa, are packed")
+        return None
+
+    def _say_padded(self, reason: str) -> None:
+        logger.warning(
+            "Documents cannot share a row of this %s: %s. Each runs in a row of its own instead, which is right and "
+            "slower.",
+            type(self.model).__name__,
+            reason,
+        )
 
     @property
     def device(self) -> torch.device:
@@ -179,8 +240,10 @@ class FrozenTarget:
     ) -> torch.Tensor:
         """Outputs of the tapped layers for packed rows, each document as if it were alone.
 
-        Documents run one per right-padded row without attention mask or position ids: padding on the right changes
-        nothing before it, and no state of a linear-attention layer crosses a document's border.
+        Where the target can be packed, documents run one after another in one row, and every mixing layer gets their
+        borders. Elsewhere they run one per right-padded row without attention mask or position ids: padding on the
+        right changes nothing before it. Either way no state of a linear-attention layer crosses a border. On a GPU
+        nothing waits for the device after the first call, so that a worker thread can run ahead.
 
         Args:
             input_ids (`torch.Tensor` of shape `[B, T]`): Packed token ids.
@@ -193,27 +256,50 @@ class FrozenTarget:
         rows, width = input_ids.shape
         if document_lengths is None:
             document_lengths = [[width]] * rows
-        input_ids = input_ids.to(self.device, non_blocking=True)
-        pieces = _document_slices(document_lengths, width)
-        output = None
-        for group in _groups_of_similar_length(pieces):
-            longest = max(length for _, _, length in group)
-            padded = input_ids.new_zeros(len(group), longest)
-            for i, (row, start, length) in enumerate(group):
-                padded[i, :length] = input_ids[row, start : start + length]
-            states = self._read_taps(padded)
-            if output is None:
-                output = states.new_zeros(rows, width, states.shape[-1])
-            for i, (row, start, length) in enumerate(group):
-                output[row, start : start + length] = states[i, :length]
-        if output is None:
+        pieces = document_pieces(document_lengths, width)
+        if not pieces:
             raise ValueError("The batch holds no document; give rows with at least one document of one token.")
-        return output
+        input_ids = input_ids.to(self.device, non_blocking=True)
+        # Under the drafter's autocast a document's features would depend on who asks for them.
+        with torch.autocast(self.device.type, enabled=False):
+            return self._features(self._checked_packing(rows * width), input_ids, pieces)
 
-    def _read_taps(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def _features(self, packed: PackedForward | None, input_ids: torch.Tensor, pieces: list[Piece]) -> torch.Tensor:
+        if packed is None:
+            return padded_features(self._read_taps, input_ids, pieces)
+        return packed_features(packed, input_ids, pieces)
+
+    def _read_taps(self, **inputs) -> list[torch.Tensor]:
         with self._hooks() as taps, suppress(_LastTapRead):
-            self.model.get_decoder()(input_ids=input_ids, use_cache=False)
-        return torch.cat([taps[i] for i in self.target_layer_ids], dim=-1)
+            self.model.get_decoder()(**inputs)
+        return [taps[i] for i in self.target_layer_ids]
+
+    def _checked_packing(self, tokens: int) -> PackedForward | None:
+        """The packed path, if there is one that passes the check of the first call."""
+        with self._lock:
+            if self._unchecked is not None:
+                packed, self._unchecked = self._unchecked, None
+                reader = partial(self._features_of, packed)
+                references = self._references(packed)
+                fault = packing_fault(reader, references, self.target_layer_ids, self._vocab_size, tokens)
+                if fault is None:
+                    self._packed = packed
+                else:
+                    self._say_padded(fault)
+        return self._packed
+
+    def _features_of(
+        self, packed: PackedForward | None, input_ids: torch.Tensor, document_lengths: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        pieces = document_pieces(document_lengths, input_ids.shape[1])
+        return self._features(packed, input_ids.to(self.device), pieces)
+
+    def _references(self, packed: PackedForward) -> dict[str, Reader]:
+        references: dict[str, Reader] = {"those of each document alone": partial(self._features_of, None)}
+        if isinstance(packed, PackedQwen35) and self.device.type == "cuda":
+            plain = PackedQwen35(packed.decoder, self.target_layer_ids, delta_rule=reference_delta_rule)
+            references["those by transformers' own delta rule"] = partial(self._features_of, plain)
+        return references
 
     @contextmanager
     def _hooks(self) -> Iterator[dict[int, torch.Tensor]]:
@@ -280,6 +366,12 @@ def check_fits(drafter_config: DFlashDraftConfig, target_config: PreTrainedConfi
             )
 
 
+def _quantised(model: Any) -> bool:
+    """Whether a compiler would meet layers or weights that are not torch's own."""
+    plain = all(type(p) is nn.Parameter and p.dtype in COMPUTE_TYPES for p in model.parameters())
+    return not plain or "quantization_config" in model.config.to_dict()
+
+
 def _is_on(parameter: torch.Tensor, device: torch.device | str) -> bool:
     """Whether a parameter is on a device; a device without index means any of its kind that is in use."""
     device = torch.device(device)
@@ -297,48 +389,49 @@ def _decoder_layers(model: Any) -> nn.ModuleList:
     return layers
 
 
-def _load(name: str | Path, init_kwargs: dict) -> PreTrainedModel:
+def refuse_slow(config: PreTrainedConfig) -> None:
+    """Refuse a hybrid target that would run its reference loops on a GPU.
+
+    Args:
+        config: The target's configuration.
+
+    Raises:
+        ValueError: When it has linear attention and flash-linear-attention is missing or too old.
+    """
+    kinds = config.get_text_config(decoder=True).to_dict().get("layer_types") or []
+    if "linear_attention" in kinds and not delta_kernels_available():
+        raise ValueError(
+            f"{kinds.count('linear_attention')} of the target's {len(kinds)} layers are linear attention, and without "
+            f"flash-linear-attention {LINEAR_ATTENTION_FLOOR} or newer they run transformers' reference loop, which "
+            "is right and far too slow on a GPU. "
+            f"`pip install 'flash-linear-attention>={LINEAR_ATTENTION_FLOOR}'`, or pass allow_slow_target=True."
+        )
+
+
+def _load_config(name: str | Path, init_kwargs: dict) -> PreTrainedConfig:
+    with _explained(name):
+        return AutoConfig.from_pretrained(name, return_unused_kwargs=True, **init_kwargs)[0]
+
+
+def _load(name: str | Path, device: torch.device | str | None, init_kwargs: dict) -> PreTrainedModel:
+    if device is not None and torch.device(device).type == "cuda":
+        # Weights go straight to the device, which some quantised ones must.
+        init_kwargs = {"device_map": {"": str(torch.device(device))}, **init_kwargs}
+    with _explained(name):
+        return AutoModelForCausalLM.from_pretrained(name, **init_kwargs)
+
+
+@contextmanager
+def _explained(name: str | Path) -> Iterator[None]:
     if isinstance(name, Path) and not name.is_dir():
         raise OSError(f"There is no target folder {name}. Give a folder with config.json and weights, or a Hub id.")
     try:
-        return AutoModelForCausalLM.from_pretrained(name, **init_kwargs)
+        yield
     except OSError as error:
         raise OSError(
             f"The target {str(name)!r} cannot be loaded: it is neither a folder with config.json and weights nor a "
             f"model that the Hub gives to this account. Check the spelling, the path or the login. ({error})"
         ) from error
-
-
-def _document_slices(document_lengths: Sequence[Sequence[int]], width: int) -> list[tuple[int, int, int]]:
-    """(row, start, length) of every document."""
-    pieces = []
-    for row, lengths in enumerate(document_lengths):
-        if sum(lengths) > width:
-            raise ValueError(
-                f"Row {row} holds documents of {sum(lengths)} tokens together but is {width} tokens wide: the lengths "
-                "belong to other rows. Pass the document_lengths of this batch."
-            )
-        start = 0
-        for length in lengths:
-            if length > 0:
-                pieces.append((row, start, length))
-            start += length
-    return pieces
-
-
-def _groups_of_similar_length(pieces: list[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
-    """Documents by falling length, in groups whose padding stays below `MAX_PADDING`."""
-    group: list[tuple[int, int, int]] = []
-    tokens = 0
-    for piece in sorted(pieces, key=lambda p: -p[2]):
-        longest = group[0][2] if group else piece[2]
-        if group and (len(group) + 1) * longest * (1 - MAX_PADDING) > tokens + piece[2]:
-            yield group
-            group, tokens = [], 0
-        group.append(piece)
-        tokens += piece[2]
-    if group:
-        yield group
 
 
 __all__ = ["FrozenHead", "FrozenTarget"]

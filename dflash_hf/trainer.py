@@ -19,6 +19,7 @@ from .drafter_loss import drafter_loss
 from .losses import IGNORE_INDEX, BlockSums, Objective, make_objective
 from .modeling_dflash import DFlashDraftModel
 from .packing import PackedDataset, RowSampler
+from .pairs import PairCallback, make_pair, pair_accelerator_args, place_target
 from .target import FrozenHead, FrozenTarget
 from .training_args import DFlashTrainingArguments
 from .walk import WalkSums, walk_batch
@@ -124,6 +125,8 @@ class DFlashTrainer(Trainer):
             processing_class=processing_class,
             **kwargs,
         )
+        self.prefetcher, self.throughput = make_pair(self.target, args)
+        self.add_callback(PairCallback(self.throughput, lambda: self.model_wrapped))
         self._num_parameters = sum(p.numel() for p in drafter.parameters())
         self._train_sums = BlockSums.zeros(config.block_size, args.device)
         self._eval_sums = BlockSums.zeros(config.block_size, args.device)
@@ -233,10 +236,23 @@ class DFlashTrainer(Trainer):
                     f"The checkpoint {folder} is of another drafter: {differences}. Resume with the drafter it was "
                     "made from, or load it with from_pretrained, change it with dflash_hf.adapt, and train anew."
                 )
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self.prefetcher.close()
+
+    def get_train_dataloader(self):
+        """The parent's dataloader, whose batches stay on the host until the prefetcher sends them where they go."""
+        dataloader: Any = super().get_train_dataloader()
+        dataloader.device = None
+        return dataloader
+
+    def _build_accelerator_args(self, **kwargs):
+        return pair_accelerator_args(super()._build_accelerator_args(**kwargs), self.args)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """Collect the micro-batches of one optimizer step and what the step's loss is divided by, over all ranks."""
+        epoch_iterator = self.prefetcher.look_ahead(epoch_iterator, self.accelerator.gradient_state)
         batch_samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batch_samples:
             batch_samples[-1] = self._without_repeated_rows(batch_samples[-1], self.args.train_batch_size)
@@ -264,8 +280,7 @@ class DFlashTrainer(Trainer):
                 f"The collator makes blocks of {labels.shape[-1]} slots, the drafter's block_size is "
                 f"{config.block_size}. Give both the same, or leave data_collator out."
             )
-        context = self.target.context_hidden_states(inputs["input_ids"], inputs["document_lengths"])
-        context = context.to(device=labels.device, non_blocking=True)
+        context = self.prefetcher.context_hidden_states(inputs)
         dtype = self._compute_dtype
         if model.training and self.args.context_noise > 0:
             context = add_context_noise(
@@ -307,6 +322,7 @@ class DFlashTrainer(Trainer):
         self._eval_sums.values.zero_()
         self._eval_sources = dataloader.dataset.sources if isinstance(dataloader.dataset, PackedDataset) else None
         self._eval_walk = WalkSums.zeros(self._drafter_config.block_size or 0, sorted(set(self._eval_sources or [])))
+        self.prefetcher.wait_until_idle()
         trained = self.model_wrapped is not self.model or self.is_in_train
         output = super().evaluation_loop(dataloader, description, metric_key_prefix=metric_key_prefix, **kwargs)
         walked = self.accelerator.reduce(self._eval_walk.values.to(self.args.device), reduction="sum")
@@ -321,9 +337,12 @@ class DFlashTrainer(Trainer):
 
     def _without_repeated_rows(self, inputs: dict[str, Any], rows_per_rank: int) -> dict[str, Any]:
         """Rows of the last batch that accelerate repeats, so that all ranks have as many, count nothing."""
-        state = self.accelerator.gradient_state
-        if self.args.world_size > 1 and state.end_of_dataloader and state.remainder > 0:
-            own = max(0, state.remainder - self.args.process_index * rows_per_rank)
+        state, remainder = self.accelerator.gradient_state, self.accelerator.gradient_state.remainder
+        if remainder < 0 and state.end_of_dataloader and not self.args.dataloader_drop_last:
+            # accelerate does not know it in an epoch that was resumed.
+            remainder = len(state.active_dataloader.dataset) % (rows_per_rank * self.args.world_size)
+        if self.args.world_size > 1 and state.end_of_dataloader and remainder > 0:
+            own = max(0, remainder - self.args.process_index * rows_per_rank)
             labels = inputs["labels"].clone()
             labels[own:] = IGNORE_INDEX
             inputs = {**inputs, "labels": labels}
@@ -339,6 +358,7 @@ class DFlashTrainer(Trainer):
             metrics = self._reduced(self._train_sums).metrics()
             self._train_sums.values.zero_()
             logs.update({k: metrics[k] for k in ("acceptance_length", "accuracy", "full_blocks")})
+            logs.update(self.throughput.metrics())
         super().log(logs, start_time)
 
     @property
@@ -414,10 +434,19 @@ def _frozen_target(
             f"target_model is a {type(target_model).__name__}; give a Hub id, a folder, a loaded causal language "
             "model or a FrozenTarget."
         )
-    device = args.target_device or args.device
+    device, spread = place_target(args)
     init_kwargs = args.target_model_init_kwargs or {}
     assert isinstance(init_kwargs, dict)  # a JSON string becomes a dict in TrainingArguments
-    return FrozenTarget(target_model, taps or [], device=device, **init_kwargs)
+    if isinstance(target_model, str | Path):
+        init_kwargs = {**spread, **init_kwargs}
+    return FrozenTarget(
+        target_model,
+        taps or [],
+        device=device,
+        compile_target=args.compile_target,
+        allow_slow_target=args.allow_slow_target,
+        **init_kwargs,
+    )
 
 
 def _prepare_drafter(model: DFlashDraftModel, args: DFlashTrainingArguments) -> None:

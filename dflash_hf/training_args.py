@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training arguments of a DFlash drafter; the defaults are the paper's where it gives them."""
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import TrainingArguments
+
+from .feature_transfer import FEATURE_COPIES
+from .topology import LAYOUTS, check_world_size
 
 
 @dataclass
@@ -37,9 +41,26 @@ class DFlashTrainingArguments(TrainingArguments):
         loss_chunk_blocks (`int`, *optional*):
             Blocks per chunk of the loss; by default as many as keep 2**27 logits.
         target_device (`str`, *optional*):
-            Device of the frozen target; the drafter's by default.
+            Device of the frozen target, in place of the one that `target_layout` gives.
+        target_layout (`str`, *optional*, defaults to `"auto"`):
+            Where the target of local rank r is: `"paired"` on GPU r + W of W local ranks, `"shared"` on the drafter's
+            own, `"spread"` over an equal part of the GPUs from W on; `"auto"` is shared where every rank sees one
+            GPU, and paired where there are two or more for each.
+        prefetch_depth (`int`, *optional*, defaults to 2):
+            Batches that the target works ahead of the drafter, whose hidden states wait in memory; 0 takes turns.
+        feature_copies (`str`, *optional*, defaults to `"auto"`):
+            `"peer"` copies hidden states from GPU to GPU, `"host"` through pinned host memory; `"auto"` is host where
+            the environment has `NCCL_P2P_DISABLE=1`.
+        measure_alone_steps (`int`, *optional*, defaults to 0):
+            So many first steps run target and drafter in turn, so that the log says how long each takes by itself.
+        ddp_bf16_compression (`bool`, *optional*, defaults to False):
+            Send gradients between ranks in bf16: half the bytes, rounded to 8 bits of mantissa.
         target_model_init_kwargs (`dict`, *optional*):
             Arguments of `from_pretrained` for a target given by id or folder.
+        compile_target (`bool`, *optional*, defaults to `True`):
+            Whether to compile the layers of a Qwen3.5/3.6 target on CUDA, which takes up to a minute at the start.
+        allow_slow_target (`bool`, *optional*, defaults to `False`):
+            Whether a hybrid target may run on CUDA without flash-linear-attention.
         drafter_attn_implementation (`str`, *optional*):
             `"flex_attention"`, `"sdpa"` or `"eager"`; by default flex on CUDA and sdpa elsewhere.
         compile_layers (`bool`, *optional*):
@@ -68,10 +89,28 @@ class DFlashTrainingArguments(TrainingArguments):
     dpace_alpha: float = field(default=0.5, metadata={"help": "Smoothing of dpace."})
     loss_chunk_blocks: int | None = field(default=None, metadata={"help": "Blocks per chunk of the loss."})
     target_device: str | None = field(
-        default=None, metadata={"help": "Device of the frozen target; the drafter's by default."}
+        default=None, metadata={"help": "Device of the frozen target, in place of target_layout's."}
     )
+    target_layout: str = field(
+        default="auto", metadata={"help": "Where targets are: auto, paired, shared or spread.", "choices": [*LAYOUTS]}
+    )
+    prefetch_depth: int = field(default=2, metadata={"help": "Batches that the target works ahead; 0 takes turns."})
+    feature_copies: str = field(
+        default="auto",
+        metadata={"help": "How hidden states cross: auto, peer or host.", "choices": [*FEATURE_COPIES]},
+    )
+    measure_alone_steps: int = field(
+        default=0, metadata={"help": "First steps that run in turn, to measure each half by itself."}
+    )
+    ddp_bf16_compression: bool = field(default=False, metadata={"help": "Send gradients between ranks in bf16."})
     target_model_init_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Arguments of from_pretrained for a target given by id or folder."}
+    )
+    compile_target: bool = field(
+        default=True, metadata={"help": "Compile the layers of a Qwen3.5/3.6 target on CUDA."}
+    )
+    allow_slow_target: bool = field(
+        default=False, metadata={"help": "Run a hybrid target on CUDA without flash-linear-attention."}
     )
     drafter_attn_implementation: str | None = field(default=None, metadata={"help": "flex_attention, sdpa or eager."})
     compile_layers: bool | None = field(
@@ -96,6 +135,8 @@ class DFlashTrainingArguments(TrainingArguments):
     use_cache: bool = field(default=True, metadata={"help": "Written into the drafter's configuration."})
 
     def __post_init__(self):
+        # The parent checks the GPU's types before it hears that accelerate was told to keep to the CPU.
+        self.use_cpu = self.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
         super().__post_init__()
         if self.device.type == "cpu":
             # Pinned memory speeds up copies to an accelerator; without one, torch warns at every dataloader.
@@ -109,6 +150,13 @@ class DFlashTrainingArguments(TrainingArguments):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1.")
+        for name in ("prefetch_depth", "measure_alone_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be 0 or more.")
+        for name, choices in (("target_layout", LAYOUTS), ("feature_copies", FEATURE_COPIES)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(choices)}.")
+        check_world_size(self.world_size)
         for name in ("bf16_full_eval", "fp16_full_eval"):
             if getattr(self, name):
                 raise ValueError(

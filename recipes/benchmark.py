@@ -55,7 +55,7 @@ class BenchmarkArguments:
     bf16: bool | None = field(
         default=None, metadata={"help": "bf16 autocast over fp32 masters, a bf16 target; by default on a GPU."}
     )
-    compile: bool = field(default=False, metadata={"help": "Compile the drafter's layers."})
+    compile: bool = field(default=False, metadata={"help": "Compile the drafter's layers, as training on a GPU does."})
     optimizer: bool = field(default=False, metadata={"help": "Also time the drafter's step with clipping and AdamW."})
     peers: str | None = field(default=None, metadata={"help": f"Commas between some of {', '.join(PEERS)}."})
     repeats: int = field(default=10, metadata={"help": "Timed steps, of which the median is reported."})
@@ -119,7 +119,8 @@ class Benchmark:
             "product_tflops": self.rate / 1e12,
             "rows": [],
         }
-        print(f"{self.results['device']}, torch {torch.__version__}, shape {name}, {self.dtype}")
+        compiled = "compiled layers" if args.compile else "nothing but flex attention and the loss compiled"
+        print(f"{self.results['device']}, torch {torch.__version__}, shape {name}, {self.dtype}, {compiled}")
         print(f"A square matrix product runs at {self.rate / 1e12:.4g} TFLOP/s.")
 
     def find_cases(self) -> list[Case]:
@@ -197,7 +198,10 @@ class Benchmark:
             torch.compiler.reset()
         ours = self.drafter_step(drafter, head, case, optimize=False)
         work = drafter_work(drafter, case.num_tokens, case.num_anchors)
-        check = ours.check(self.args.checked_blocks) if self.args.checked_blocks else None
+        check = None
+        if self.args.checked_blocks:
+            print(f"{case!s:>10} the first step, held against the naive twin ...", flush=True)
+            check = ours.check(self.args.checked_blocks)
         sides, compared = [ours.side("drafter")], {}
         for name in _words(self.args.peers):
             peer = PEERS[name](

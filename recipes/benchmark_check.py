@@ -2,9 +2,9 @@
 """The drafter's loss and gradients, computed naively, to hold the fast step against before it is timed."""
 
 import copy
+import math
 from typing import Any
 
-import numpy as np
 import torch
 
 from dflash_hf import DFlashDraftModel
@@ -35,9 +35,9 @@ def only_blocks(batch: dict[str, Any], blocks: list[int]) -> dict[str, Any]:
     """The same batch, in the same shapes, of which only some blocks count."""
     labels = torch.full_like(batch["labels"], IGNORE_INDEX)
     labels[:, blocks] = batch["labels"][:, blocks]
-    counted_slots = np.zeros_like(batch["counted_slots"])
-    counted_slots[:, blocks] = batch["counted_slots"][:, blocks]
-    return {**batch, "labels": labels, "counted_slots": counted_slots}
+    counted = batch["counted_slots"] * 0
+    counted[:, blocks] = batch["counted_slots"][:, blocks]
+    return {**batch, "labels": labels, "counted_slots": counted}
 
 
 def _visible(batch: dict[str, Any], blocks: list[int], block_size: int, causal: bool, window: int | None):
@@ -74,22 +74,48 @@ def _twin(drafter: DFlashDraftModel) -> DFlashDraftModel:
 
 
 def _weights(objective: Objective, losses: torch.Tensor, counted: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Weights [n, b-1] of the slots and what their weighted losses are divided by."""
-    weights = torch.zeros_like(losses)
-    for i, row in enumerate(counted.tolist()):
-        slots = [k for k, counts in enumerate(row) if counts]
+    """Weights [n, b-1] of the slots and what their weighted losses are divided by, slot by slot."""
+    weights = [[0.0] * losses.shape[1] for _ in losses]
+    for row, seen, values in zip(weights, counted.tolist(), losses.tolist(), strict=True):
+        slots = [k for k, counts in enumerate(seen) if counts]
         if isinstance(objective, DecayedCrossEntropy):
             for k in slots:
-                weights[i, k] = torch.exp(torch.tensor(-k / objective.gamma))
+                row[k] = math.exp(-k / objective.gamma)
         elif isinstance(objective, DPace):
             reached = 1.0
             for k in slots:
-                reached = reached * ((1 - objective.alpha) * torch.exp(-losses[i, k]) + objective.alpha)
-                weights[i, : k + 1] += reached * counted[i, : k + 1]
+                reached *= (1 - objective.alpha) * math.exp(-values[k]) + objective.alpha
+                for earlier in slots[: slots.index(k) + 1]:
+                    row[earlier] += reached
         else:
             raise ValueError(f"The naive loss knows no {type(objective).__name__}; add its formula here.")
-    total = weights.sum() if isinstance(objective, DecayedCrossEntropy) else counted.sum()
-    return weights, float(total)
+    total = sum(map(sum, weights)) if isinstance(objective, DecayedCrossEntropy) else counted.sum().item()
+    return torch.tensor(weights, device=losses.device), total
+
+
+def _losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropies [n, b-1] in fp32, 0 where nothing counts."""
+    counted = labels != IGNORE_INDEX
+    return -logits.float().log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0] * counted
+
+
+def naive_head_loss(
+    hidden: torch.Tensor, head: FrozenHead, labels: torch.Tensor, objective: Objective, blocks: list[int]
+) -> tuple[float, torch.Tensor]:
+    """Loss of all blocks of one row from the drafter's output `[N, b, D]`, and the gradient of some blocks of it.
+
+    Returns:
+        The normalised loss, and its gradient `[blocks, b, D]`.
+    """
+    hidden = hidden.detach()
+    with torch.no_grad():
+        parts = zip(hidden[:, 1:].split(32), labels[:, 1:].split(32), strict=True)
+        losses = torch.cat([_losses(head.logits(h), part) for h, part in parts])
+    weights, normalizer = _weights(objective, losses, labels[:, 1:] != IGNORE_INDEX)
+    some = hidden[blocks].requires_grad_(True)
+    loss = (weights[blocks] * _losses(head.logits(some[:, 1:]), labels[blocks, 1:])).sum() / normalizer
+    (gradient,) = torch.autograd.grad(loss, some)
+    return (weights * losses).sum().item() / normalizer, gradient
 
 
 def naive_loss(
@@ -128,11 +154,8 @@ def naive_loss(
         position_ids=torch.cat([batch["position_ids"], positions], dim=1),
     ).last_hidden_state
     labels = batch["labels"][0, blocks, 1:]
-    logits = head.logits(hidden.view(len(blocks), block_size, -1)[:, 1:]).float()
-    counted = labels != IGNORE_INDEX
-    picked = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    losses = -picked * counted
-    weights, normalizer = _weights(objective, losses.detach(), counted)
+    losses = _losses(head.logits(hidden.view(len(blocks), block_size, -1)[:, 1:]), labels)
+    weights, normalizer = _weights(objective, losses.detach(), labels != IGNORE_INDEX)
     loss = (weights * losses).sum() / normalizer
     gradients = torch.autograd.grad(loss, [parameters[name] for name in names])
     return loss.item(), dict(zip(names, gradients, strict=True))

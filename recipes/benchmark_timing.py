@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 
 @dataclass
@@ -77,7 +78,8 @@ def measure(sides: Sequence[Side], repeats: int, warmup: int, device: torch.devi
         first, _ = timed(side, device)
         results[side.name] = {"first_step_seconds": first, "all_seconds": [], "peak_memory_gb": None}
         results[side.name]["resident_memory_gb"] = side.resident_bytes / 1e9
-    for index in range(warmup + repeats):
+    names = ", ".join(side.name for side in sides)
+    for index in tqdm(range(warmup + repeats), desc=names, unit="step", leave=False, disable=None):
         for side in sides:
             seconds, peak = timed(side, device)
             result = results[side.name]

@@ -2,15 +2,21 @@
 """Train a drafter for a target, or continue a published one.
 
     python recipes/train_qwen36.py --completions FILE [--config recipes/qwen3.6-27b/config.yaml] [--field value ...]
+    accelerate launch --config_file recipes/accelerate/two_pairs.yaml recipes/train_qwen36.py --completions FILE
     accelerate launch recipes/train_qwen36.py --completions FILE --config recipes/qwen3.6-27b/continue.yaml
 
-The recipe is a YAML file; any of its fields can be given on the command line.
+The recipe is a YAML file; any of its fields can be given on the command line. `--dry_run true` says what the run will
+need, `--preflight true` tries everything out on the machine; neither trains.
 """
 
+import json
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, set_seed
+import torch
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, set_seed
 
 from dflash_hf import (
     DFlashDraftConfig,
@@ -22,6 +28,12 @@ from dflash_hf import (
 )
 from dflash_hf.adapting import adapt, check_continuing
 from dflash_hf.cli import parse_config
+from dflash_hf.launching import end_together
+from dflash_hf.pairs import place_target, placements
+from dflash_hf.planning import check_memory, make_plan
+from dflash_hf.preflight import preflight
+from dflash_hf.profiling import ProfileCallback
+from dflash_hf.synthetic import random_target, read_target_config, synthetic_documents
 from dflash_hf.target import FrozenTarget
 
 
@@ -30,8 +42,10 @@ CONFIG = Path(__file__).resolve().parent / "qwen3.6-27b" / "config.yaml"
 
 @dataclass
 class RecipeArguments:
-    completions: str = field(metadata={"help": "JSON lines (or a folder of them) of chats that the target answered."})
     target: str = field(metadata={"help": "Hub id or folder of the target."})
+    completions: str | None = field(
+        default=None, metadata={"help": "JSON lines (or a folder of them) of chats that the target answered."}
+    )
     eval_completions: str | None = field(default=None, metadata={"help": "Chats to evaluate on."})
     drafter: str | None = field(default=None, metadata={"help": "Drafter to continue; a new one if unset."})
     # A new drafter's shape; of these, block_size, sliding_window and target_layer_ids change one that continues.
@@ -48,18 +62,84 @@ class RecipeArguments:
     sliding_window: int | None = field(default=None, metadata={"help": "Window of the sliding layers in tokens."})
     target_layer_ids: list[int] | None = field(default=None, metadata={"help": "Target layers that are read."})
 
+    # Instead of training
+    dry_run: bool = field(default=False, metadata={"help": "Say what the run needs, without loading any weights."})
+    preflight: bool = field(default=False, metadata={"help": "Try devices, steps, checkpoint and upload, then stop."})
+    preflight_upload_to: str | None = field(
+        default=None, metadata={"help": "Folder or object-store URL that the preflight uploads to, besides the Hub."}
+    )
+    # For measuring speed and memory without a download
+    random_target_config: str | None = field(
+        default=None, metadata={"help": "Configuration whose shape a target of random weights gets, for measuring."}
+    )
+    num_synthetic_documents: int = field(
+        default=0, metadata={"help": "Documents of random tokens in place of completions, for measuring."}
+    )
+    synthetic_length: int = field(default=2048, metadata={"help": "Tokens of a synthetic document."})
+    profile_steps: int = field(default=0, metadata={"help": "Steps to profile, from the sixth prefetched one on."})
+
 
 def main() -> None:
     recipe, args = parse_config(
         (RecipeArguments, DFlashTrainingArguments), default_config=CONFIG, description=__doc__.split("\n")[0]
     )
+    try:
+        check_sources(recipe)
+    except ValueError as error:
+        raise SystemExit(f"{sys.argv[0]}: error: {error}") from None
     set_seed(args.seed)
-    tokenizer = AutoTokenizer.from_pretrained(recipe.target)
-    drafter = new_drafter(recipe) if recipe.drafter is None else continued_drafter(recipe)
-    # Loaded here, since tokenising asks it for its end-of-turn ids; the trainer then takes it as it is.
-    init_kwargs, args.target_model_init_kwargs = args.target_model_init_kwargs or {}, None
-    device = args.target_device or args.device
-    target = FrozenTarget(recipe.target, drafter.config.target_layer_ids, device=device, **init_kwargs)
+    with end_together():
+        if recipe.dry_run:
+            dry_run(recipe, args)
+        else:
+            train(recipe, args)
+
+
+def check_sources(recipe: RecipeArguments) -> None:
+    """Exactly one source of documents, and real ones only for a real target."""
+    if (recipe.completions is None) == (recipe.num_synthetic_documents == 0):
+        raise ValueError(
+            f"completions is {recipe.completions} and num_synthetic_documents is {recipe.num_synthetic_documents}: "
+            "give --completions FILE to train, or --num_synthetic_documents N to measure."
+        )
+    if recipe.random_target_config and recipe.completions:
+        raise ValueError(
+            "random_target_config has no tokenizer for completions, and nothing is learned from random weights. Give "
+            "--num_synthetic_documents N with it, or leave it out."
+        )
+
+
+def target_config(recipe: RecipeArguments) -> PreTrainedConfig:
+    return read_target_config(recipe.random_target_config or recipe.target)
+
+
+def dry_run(recipe: RecipeArguments, args: DFlashTrainingArguments) -> None:
+    """Print the plan and write it to `dry_run.json` in the output folder."""
+    drafter_config = drafter_configuration(recipe)
+    documents, _ = read_documents(recipe, args, drafter_config)
+    plan = make_plan(target_config(recipe), drafter_config, args, placements(args), documents)
+    if args.process_index == 0:
+        print(plan.report())
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        (Path(args.output_dir) / "dry_run.json").write_text(json.dumps(plan.to_dict(), indent=2))
+    refuse_what_cannot_fit(plan, args)
+
+
+def refuse_what_cannot_fit(plan, args: DFlashTrainingArguments) -> None:
+    if args.device.type == "cuda":
+        total = torch.cuda.get_device_properties(args.device).total_memory
+        try:
+            check_memory(plan, total, torch.cuda.device_count())
+        except ValueError as error:
+            raise SystemExit(f"{sys.argv[0]}: error: {error}") from None
+
+
+def read_documents(recipe: RecipeArguments, args: DFlashTrainingArguments, config: DFlashDraftConfig) -> tuple:
+    """Documents to train on and to evaluate on."""
+    if recipe.num_synthetic_documents:
+        length, mask = min(recipe.synthetic_length, args.row_length), config.mask_token_id or 0
+        return synthetic_documents(recipe.num_synthetic_documents, length, config.vocab_size, mask, args.seed), None
+    tokenizer, eos_ids = AutoTokenizer.from_pretrained(recipe.target), eos_token_ids(recipe.target)
 
     def documents(path: str):
         return tokenize_completions(
@@ -67,32 +147,88 @@ def main() -> None:
             tokenizer,
             max_length=args.max_length or args.row_length,
             enable_thinking=args.enable_thinking,
-            eos_token_ids=target.eos_token_ids,
+            eos_token_ids=eos_ids,
         )
 
-    train_documents = documents(recipe.completions)
+    assert recipe.completions is not None  # checked
+    return documents(recipe.completions), documents(recipe.eval_completions) if recipe.eval_completions else None
+
+
+def eos_token_ids(target: str) -> list[int] | None:
+    """Ids after which the target stops, known before its weights are loaded."""
+    try:
+        generation_config = GenerationConfig.from_pretrained(target)
+    except OSError:
+        # Not every model has the file; transformers then derives it from the configuration.
+        generation_config = GenerationConfig.from_model_config(read_target_config(target))
+    eos = generation_config.eos_token_id
+    return [eos] if isinstance(eos, int) else eos
+
+
+def load_target(recipe: RecipeArguments, args: DFlashTrainingArguments, taps: list[int]) -> FrozenTarget:
+    """The target on its device or devices, before the trainer is made, which then takes it as it is."""
+    device, spread = place_target(args)
+    given, args.target_model_init_kwargs = args.target_model_init_kwargs or {}, None
+    assert isinstance(given, dict)  # a JSON string becomes a dict in TrainingArguments
+    options = {"compile_target": args.compile_target, "allow_slow_target": args.allow_slow_target}
+    if recipe.random_target_config:
+        if device is None:
+            raise SystemExit(
+                "random_target_config makes a target on one device: set target_layout to paired or shared."
+            )
+        dtype = given.get("dtype", torch.bfloat16)
+        return random_target(target_config(recipe), taps, device, dtype, args.seed, **options)
+    return FrozenTarget(recipe.target, taps, device=device, **options, **{**spread, **given})
+
+
+def train(recipe: RecipeArguments, args: DFlashTrainingArguments) -> None:
+    """Train, save, evaluate."""
+    train_documents, eval_documents = read_documents(recipe, args, drafter_configuration(recipe))
+    if args.device.type == "cuda":
+        plan = make_plan(target_config(recipe), drafter_configuration(recipe), args, placements(args), train_documents)
+        refuse_what_cannot_fit(plan, args)
+    drafter = new_drafter(recipe, args.device) if recipe.drafter is None else continued_drafter(recipe)
+    # Loaded here and not by the trainer, which takes it as it is.
+    target = load_target(recipe, args, drafter.config.target_layer_ids)
+    tokenizer = None if recipe.random_target_config else AutoTokenizer.from_pretrained(recipe.target)
     check_continuing(drafter.config, target, tokenizer, train_documents)
-    trainer = DFlashTrainer(
-        model=drafter,
-        target_model=target,
-        args=args,
-        train_dataset=train_documents,
-        eval_dataset=documents(recipe.eval_completions) if recipe.eval_completions else None,
-        processing_class=tokenizer,
-    )
+
+    def make_trainer(arguments: DFlashTrainingArguments, eval_dataset: Any) -> DFlashTrainer:
+        return DFlashTrainer(
+            model=drafter,
+            target_model=target,
+            args=arguments,
+            train_dataset=train_documents,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+        )
+
+    if recipe.preflight:
+        preflight(make_trainer, args, target, recipe.preflight_upload_to)
+        return
+    trainer = make_trainer(args, eval_documents)
+    if recipe.profile_steps:
+        start = args.measure_alone_steps + 5
+        trainer.add_callback(ProfileCallback(args.output_dir, recipe.profile_steps, start))
     # "true" means the last checkpoint in output_dir, as in Python.
     resume = {"true": True, "false": None}.get(str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint)
     trainer.train(resume_from_checkpoint=resume)
+    trainer.save_state()
+    if recipe.random_target_config:
+        return  # nothing was learned
     trainer.save_model()
-    if recipe.eval_completions:
+    if eval_documents is not None:
         metrics = trainer.evaluate()
         trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics)
-    print(f"The drafter is in {args.output_dir}; next: dflash-hf validate {args.output_dir}")
+    if args.process_index == 0:
+        print(f"The drafter is in {args.output_dir}; next: dflash-hf validate {args.output_dir}")
 
 
-def new_drafter(recipe: RecipeArguments) -> DFlashDraftModel:
-    """A drafter with random weights and a shape of its own."""
+def drafter_configuration(recipe: RecipeArguments) -> DFlashDraftConfig:
+    """The drafter's configuration, without its weights where it continues a trained one."""
+    if recipe.drafter is not None:
+        return DFlashDraftConfig.from_pretrained(recipe.drafter)
     names = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "layer_types")
     names += ("mask_token_id", "block_size", "sliding_window", "target_layer_ids")
     given = {name: getattr(recipe, name) for name in names if getattr(recipe, name) is not None}
@@ -100,8 +236,13 @@ def new_drafter(recipe: RecipeArguments) -> DFlashDraftModel:
         given["use_sliding_window"] = True
     if recipe.num_layers is not None:
         given["num_hidden_layers"] = recipe.num_layers
-    target_config = AutoConfig.from_pretrained(recipe.target)
-    return DFlashDraftModel(DFlashDraftConfig.from_target_config(target_config, **given))
+    return DFlashDraftConfig.from_target_config(target_config(recipe), **given)
+
+
+def new_drafter(recipe: RecipeArguments, device: torch.device) -> DFlashDraftModel:
+    """A drafter with random weights, drawn on its device, and a shape of its own."""
+    with device:
+        return DFlashDraftModel(drafter_configuration(recipe))
 
 
 def continued_drafter(recipe: RecipeArguments) -> DFlashDraftModel:

@@ -91,17 +91,33 @@ def test_the_timed_step_passes_its_check(objective):
 
 
 def test_a_wrong_step_is_not_timed(monkeypatch):
-    """A leak of the anchor's own hidden state, a window that is one off: both are refused."""
+    """A leak of the anchor's own hidden state is refused."""
     step = drafter_step()
-    real = step.loss
+    real = step.forward
     monkeypatch.setattr(step.drafter.config, "sliding_window", 31)
     step.check(16)  # step and twin read the same window
-    step.loss = lambda batch, context: real(batch, context.roll(-1, dims=1))
+    step.forward = lambda batch, context: real(batch, context.roll(-1, dims=1))
     with pytest.raises(ValueError, match="differs from its naive twin"):
         step.check(16)
-    step.loss = lambda batch, context: real(batch, context) * 1.001
+
+
+@pytest.mark.parametrize("wrong", ["last_chunk", "weights"])
+def test_a_wrong_loss_is_not_timed(wrong, monkeypatch):
+    """What only the loss of all blocks shows: some of them lost, and weights that do not decay."""
+    step, real = drafter_step(), benchmark_parts.drafter_loss
+
+    def broken(model, config, batch, context, head, objective):
+        if wrong == "weights":
+            objective = DecayedCrossEntropy(2.1)
+        elif batch["counted_slots"].sum() > 16 * 3 - 4:  # all blocks
+            labels = batch["labels"].clone()
+            labels[:, -2:] = -100
+            batch = {**batch, "labels": labels, "counted_slots": (labels != -100).sum(-1).numpy()}
+        return real(model, config, batch, context, head, objective)
+
+    monkeypatch.setattr(benchmark_parts, "drafter_loss", broken)
     with pytest.raises(ValueError, match="differs from its naive twin"):
-        step.check(16)
+        step.check(2 if wrong == "last_chunk" else 16)
 
 
 def test_sides_are_timed_in_turns_and_gradients_dropped():

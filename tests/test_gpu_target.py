@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What only a CUDA device can show of the target: its packed path equals transformers' reference, compiled or not."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from tiny import dense_target, hybrid_target
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from dflash_hf import FrozenTarget
+from dflash_hf.target_check import FEWEST_TOKENS
+
+
+pytestmark = pytest.mark.gpu
+
+TAPS = [1, 3, 6]
+# Heads of 64 in the delta-net layers: kernels do not have every small size.
+HYBRID = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "hidden_size": 128, "head_dim": 64}
+LENGTHS = [[9, 13, 300, 1], [64, 65, 200]]
+WIDTH = 340
+
+
+def batch(seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (2, WIDTH), generator=torch.Generator().manual_seed(seed))
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+@pytest.fixture
+def reference_kernels(monkeypatch):
+    """transformers' hybrid layers without flash-linear-attention: each function's own reference."""
+    for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
+        monkeypatch.setattr(modeling_qwen3_5, name, getattr(modeling_qwen3_5, name).__wrapped__)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_h6_the_packed_path_equals_the_reference_of_transformers(dtype, reference_kernels):
+    """Kernels against loops: the reference runs in fp32, one document at a time."""
+    model = hybrid_target(**HYBRID)
+    reference = FrozenTarget(copy.deepcopy(model).cuda(), TAPS, packed=False, allow_slow_target=True)
+    expected = reference.context_hidden_states(batch(), LENGTHS)
+    packed = FrozenTarget(model.to("cuda", dtype), TAPS)
+    features = packed.context_hidden_states(batch(), LENGTHS)
+    assert packed._packed is not None
+    assert features.dtype == dtype
+    assert relative_error(features, expected) < (1e-2 if dtype == torch.float32 else 8e-2)
+    for row, lengths in enumerate(LENGTHS):
+        assert not features[row, sum(lengths) :].any()
+
+
+@pytest.mark.parametrize("family", ["dense", "hybrid"])
+def test_h1_changing_a_document_leaves_the_others_bit_identical(family):
+    model = dense_target(num_layers=8) if family == "dense" else hybrid_target(**HYBRID)
+    target = FrozenTarget(model.to("cuda", torch.bfloat16), TAPS)
+    ids = batch()
+    before = target.context_hidden_states(ids, LENGTHS)
+    assert target._packed is not None
+    ids[0, 9:22] = (ids[0, 9:22] + 100) % 256
+    after = target.context_hidden_states(ids, LENGTHS)
+    assert torch.equal(before[0, :9], after[0, :9])
+    assert torch.equal(before[0, 22:], after[0, 22:])
+    assert torch.equal(before[1], after[1])
+    assert (before[0, 9:22] != after[0, 9:22]).any(dim=-1).all()
+
+
+def test_h1_h3_a_dense_target_packs_and_equals_each_document_alone():
+    model = dense_target(num_layers=8).cuda()
+    target = FrozenTarget(model, TAPS)
+    features = target.context_hidden_states(batch(), LENGTHS)
+    assert target._packed is not None
+    expected = FrozenTarget(model, TAPS, packed=False).context_hidden_states(batch(), LENGTHS)
+    assert relative_error(features, expected) < 2e-3
+
+
+def test_a_compiled_target_equals_the_uncompiled_one():
+    model = hybrid_target(**HYBRID).to("cuda", torch.bfloat16)
+    compiled = FrozenTarget(model, TAPS, compile_target=True)
+    plain = FrozenTarget(model, TAPS, compile_target=False)
+    for lengths in (LENGTHS, [[WIDTH], [300, 5]], [[40], []]):
+        features = compiled.context_hidden_states(batch(), lengths)
+        assert compiled._packed is not None
+        assert relative_error(features, plain.context_hidden_states(batch(), lengths)) < 3e-2
+
+
+@pytest.mark.parametrize("family", ["dense", "hybrid"])
+def test_nothing_waits_for_the_device_after_the_first_call(family):
+    model = dense_target(num_layers=8) if family == "dense" else hybrid_target(**HYBRID)
+    target = FrozenTarget(model.to("cuda", torch.bfloat16), TAPS)
+    ids = batch().pin_memory()
+    target.context_hidden_states(ids, LENGTHS)
+    assert target._packed is not None
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(stream):
+            features = target.context_hidden_states(ids, [[100, 240], [7, 90, 200]])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert torch.equal(features, target.context_hidden_states(ids, [[100, 240], [7, 90, 200]]))
+
+
+def test_h1_kernels_that_mix_documents_are_not_used(monkeypatch, caplog):
+    """Without borders in the delta rule the check must notice, say so once and fall back to the right features."""
+    from fla.ops import gated_delta_rule
+
+    original = gated_delta_rule.chunk_gated_delta_rule
+
+    def without_borders(*args, cu_seqlens=None, chunk_indices=None, **kwargs):
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(gated_delta_rule, "chunk_gated_delta_rule", without_borders)
+    model = hybrid_target(**HYBRID).cuda()
+    target = FrozenTarget(model, TAPS)
+    with caplog.at_level(logging.WARNING, logger="dflash_hf.target"):
+        features = target.context_hidden_states(batch(), LENGTHS)
+        target.context_hidden_states(batch(), LENGTHS)
+    assert target._packed is None
+    assert len([record for record in caplog.records if "a row of its own" in record.message]) == 1
+    expected = FrozenTarget(model, TAPS, packed=False).context_hidden_states(batch(), LENGTHS)
+    assert relative_error(features, expected) < 1e-5
+
+
+def test_the_memory_of_a_forward_does_not_grow_with_the_batch():
+    """Rows beyond the tokens of one forward run in further forwards."""
+    target = FrozenTarget(dense_target(num_layers=8).to("cuda", torch.bfloat16), TAPS)
+    peaks = []
+    for rows in (8, 8, 32):
+        ids = torch.randint(0, 256, (rows, 4096))
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        features = target.context_hidden_states(ids)
+        peaks.append(torch.cuda.max_memory_allocated() - before - features.numel() * features.element_size())
+        del features
+    assert FEWEST_TOKENS < 8 * 4096
+    assert peaks[2] < 1.5 * peaks[1]

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training recipe with a target of random weights: dry run, preflight, profile, and what it refuses."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+import yaml
+from tiny import hybrid_target
+from transformers import AutoModelForCausalLM
+
+from dflash_hf import DFlashDraftConfig, DFlashTrainingArguments
+from dflash_hf.planning import check_memory, make_plan
+from dflash_hf.preflight import check_copy, check_upload
+from dflash_hf.profiling import copy_overlap
+from dflash_hf.synthetic import random_target, read_target_config, synthetic_documents
+from dflash_hf.topology import place
+
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = ROOT / "recipes"
+SHAPE = ["--num_layers", "2", "--num_attention_heads", "2", "--num_key_value_heads", "1", "--head_dim", "32"]
+SHAPE += ["--intermediate_size", "64", "--layer_types", "sliding_attention", "full_attention"]
+SHAPE += ["--sliding_window", "16", "--block_size", "4", "--target_layer_ids", "1", "4", "--mask_token_id", "260"]
+SMALL = ["--row_length", "64", "--num_anchors", "8", "--bf16", "false", "--use_cpu", "true", "--disable_tqdm", "true"]
+SMALL += ["--target_model_init_kwargs", '{"dtype": "float32"}', "--logging_steps", "1"]
+SMALL += ["--gradient_accumulation_steps", "1", "--num_synthetic_documents", "12", "--synthetic_length", "32"]
+
+
+def load_recipe(monkeypatch):
+    spec = importlib.util.spec_from_file_location("train_recipe", RECIPES / "train_qwen36.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "train_recipe", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """The recipe's main with a tiny target's configuration."""
+    config = hybrid_target().config
+    config.save_pretrained(tmp_path / "target")
+    module = load_recipe(monkeypatch)
+
+    def main(*words: str) -> Path:
+        output = tmp_path / "output"
+        arguments = ["train_qwen36.py", "--random_target_config", str(tmp_path / "target" / "config.json")]
+        arguments += [*SHAPE, *SMALL, "--output_dir", str(output), *words]
+        monkeypatch.setattr(sys, "argv", arguments)
+        module.main()
+        return output
+
+    return main
+
+
+def test_the_dry_run_says_what_a_run_needs(run, capsys):
+    output = run("--dry_run", "true", "--num_train_epochs", "3")
+    plan = json.loads((output / "dry_run.json").read_text())
+    assert (plan["documents"], plan["tokens"], plan["rows"]) == (12, 384, 6)
+    assert (plan["steps_per_epoch"], plan["total_steps"], plan["anchors_per_row"]) == (6, 18, 16)
+    assert plan["devices"] == {"0": ["cpu", "cpu"]} and plan["hours_per_epoch"] > 0
+    assert "hours per epoch" in capsys.readouterr().out
+
+
+def test_the_dry_run_refuses_what_does_not_fit_together(run):
+    with pytest.raises(ValueError, match="target_layer_ids"):
+        run("--dry_run", "true", "--target_layer_ids", "1", "7")
+    with pytest.raises(ValueError, match="mask_token_id"):
+        run("--dry_run", "true", "--mask_token_id", "9999")
+
+
+def test_a_run_on_random_weights_writes_losses_times_and_a_profile(run):
+    output = run("--max_steps", "8", "--profile_steps", "2", "--measure_alone_steps", "2", "--save_strategy", "no")
+    log = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    steps = [entry for entry in log if "loss" in entry]
+    assert len(steps) == 8
+    for name in ("step_seconds", "target_seconds", "wait_seconds", "drafter_seconds", "tokens_per_second"):
+        assert all(entry[name] > 0 for entry in steps)
+    assert steps[-1]["target_seconds_alone"] > 0 and steps[-1]["drafter_seconds_alone"] > 0
+    assert json.loads((output / "profile.json").read_text())["traceEvents"]
+    assert json.loads((output / "profile_copies.json").read_text()) == {}
+    assert [entry["in_turn"] for entry in steps] == [1.0] * 2 + [0.0] * 6
+    assert not (output / "model.safetensors").exists()
+    figures = output / "pairs.json"
+    report = [sys.executable, RECIPES / "report_pairs.py", output, output, "--output", figures, "--skip", "1"]
+    said = subprocess.run(report, capture_output=True, text=True, check=True).stdout
+    assert "largest difference 0 over 8 steps" in said
+    (written,) = json.loads(figures.read_text()).values()
+    assert written["steps"] == 5 and written["ratio"] > 0
+
+
+def test_the_preflight_tries_everything_and_leaves_nothing(run, capsys):
+    output = run("--preflight", "true")
+    assert len(json.loads((output / "preflight.json").read_text())) == 4
+    assert sorted(path.name for path in output.iterdir()) == ["preflight.json"]
+    assert capsys.readouterr().out.count(": ok") == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--num_synthetic_documents", "0"], "give --completions FILE to train"),
+        (["--completions", "x", "--num_synthetic_documents", "0"], "has no tokenizer for completions"),
+    ],
+)
+def test_missing_and_contradictory_sources_are_refused(run, words, message):
+    with pytest.raises(SystemExit, match=message):
+        run(*words)
+
+
+def test_the_random_target_has_the_shape_of_a_loaded_one():
+    config = hybrid_target().config
+    target = random_target(config, [1, 4], "cpu", "float32", seed=3)
+    again = random_target(config, [1, 4], "cpu", "float32", seed=3)
+    assert len(target.layers) == 5 and target.config.num_hidden_layers == 8
+    states = target.context_hidden_states(torch.arange(20)[None], [[12, 8]])
+    assert states.shape == (1, 20, 2 * tiny.HIDDEN_SIZE) and states.isfinite().all() and states.std() > 0
+    assert torch.equal(states, again.context_hidden_states(torch.arange(20)[None], [[12, 8]]))
+    assert random_target(config, [1, 4], "cpu").model.dtype == torch.bfloat16
+
+
+def test_the_shape_of_the_shipped_target_is_that_of_qwen36():
+    config = read_target_config(str(RECIPES / "qwen3.6-27b" / "target-config.json"))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert sum(p.numel() for p in model.parameters()) == 26_895_998_464
+    assert config.layer_types[:4] == ["linear_attention"] * 3 + ["full_attention"]
+
+
+def test_synthetic_documents_never_hold_the_mask():
+    documents = synthetic_documents(40, 64, vocab_size=20, mask_token_id=7)
+    ids = {token for document in documents for token in document["input_ids"]}
+    assert ids == set(range(20)) - {7}
+    assert documents[0]["supervised_spans"] == [[4, 64]]
+
+
+def plan_for(layout: str, ranks: int, gpus: int, tmp_path, **arguments):
+    """A plan of the Qwen3.6-27B recipe for GPUs that need not exist."""
+    target = read_target_config(str(RECIPES / "qwen3.6-27b" / "target-config.json"))
+    values = yaml.safe_load((RECIPES / "qwen3.6-27b" / "config.yaml").read_text())
+    names = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "layer_types")
+    names += ("mask_token_id", "block_size", "sliding_window", "target_layer_ids")
+    shape = {name: values[name] for name in names} | {"num_hidden_layers": 5, "use_sliding_window": True}
+    args = DFlashTrainingArguments(output_dir=str(tmp_path), row_length=8192, use_cpu=True, **arguments)
+    documents = synthetic_documents(16, 2048, 1000, 7)
+    places = [place(rank, ranks, gpus, layout) for rank in range(ranks)]
+    return make_plan(target, DFlashDraftConfig.from_target_config(target, **shape), args, places, documents)
+
+
+def test_a_plan_of_a_pair_and_of_one_gpu(tmp_path):
+    """Against figures measured elsewhere: 0.88 s and 51.6 GB of layers for 8,192 tokens of target on an H200."""
+    pair = plan_for("paired", 1, 2, tmp_path)
+    assert pair.drafter_parameters == 1_730_213_120
+    assert pair.target_seconds == pytest.approx(0.88, rel=0.05)
+    assert pair.target_bytes / 1e9 == pytest.approx(56, abs=5)  # with embedding and head
+    assert pair.step_seconds == max(pair.target_seconds, pair.drafter_seconds)
+    shared = plan_for("shared", 1, 1, tmp_path)
+    assert shared.step_seconds == pytest.approx(pair.target_seconds + pair.drafter_seconds)
+    assert plan_for("paired", 1, 2, tmp_path, prefetch_depth=0).step_seconds == pytest.approx(shared.step_seconds)
+    assert plan_for("spread", 1, 3, tmp_path).target_bytes == pytest.approx(pair.target_bytes / 2)
+
+
+def test_four_gpus_without_pairs_are_told_the_command_that_works(tmp_path):
+    shared = plan_for("auto", 4, 4, tmp_path)
+    with pytest.raises(ValueError, match=r"least \d+ GB.*which has 80 GB.*two_pairs\.yaml recipes/train_qwen36\.py"):
+        check_memory(shared, 80 * 10**9, 4)
+    with pytest.raises(ValueError, match=r"one_pair\.yaml"):
+        check_memory(shared, 80 * 10**9, 2)
+    with pytest.raises(ValueError, match="a second GPU"):
+        check_memory(shared, 80 * 10**9, 1)
+    check_memory(shared, 141 * 10**9, 1)
+    check_memory(plan_for("auto", 2, 4, tmp_path), 80 * 10**9, 4)
+
+
+def test_a_copy_that_changes_bytes_is_found(monkeypatch):
+    check_copy(torch.device("cpu"), torch.device("cpu"), "peer", num_bytes=2**12)
+
+    def corrupted(self, features):
+        features.states[17] ^= 1
+        return features.states
+
+    monkeypatch.setattr("dflash_hf.preflight.FeatureTransfer.receive", corrupted)
+    with pytest.raises(RuntimeError, match="feature_copies=host and NCCL_P2P_DISABLE=1"):
+        check_copy(torch.device("cpu"), torch.device("cpu"), "peer", num_bytes=2**12)
+
+
+def test_an_upload_that_fails_says_how_to_mend_it(tmp_path):
+    args = SimpleNamespace(process_index=0, output_dir=str(tmp_path), push_to_hub=False)
+    check_upload(args, "memory://bucket/run")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RuntimeError, match="Check the credentials"):
+        check_upload(args, f"{tmp_path}/file")
+
+
+def test_the_share_of_copies_that_work_covers():
+    def event(cat, start, length, device=0, **more):
+        return {"cat": cat, "name": "Memcpy PtoP (x)", "ts": start, "dur": length, "args": {"device": device, **more}}
+
+    events = [event("kernel", 0, 10), event("kernel", 8, 12), event("kernel", 0, 99, device=1), event("kernel", 40, 5)]
+    events += [event("gpu_memcpy", 15, 10, bytes=10**9), event("gpu_memcpy", 42, 2, bytes=10**9)]
+    (copies,) = copy_overlap(events).values()
+    assert copies == pytest.approx({"count": 2, "gigabytes": 2.0, "seconds": 12e-6, "covered_seconds": (5 + 2) * 1e-6})
+
+
+def test_every_accelerate_configuration_says_in_two_lines_what_it_is():
+    files = sorted((RECIPES / "accelerate").glob("*.yaml"))
+    assert [file.stem for file in files] == ["cpu", "multi_node_pairs", "one_gpu", "one_pair", "two_pairs"]
+    for file in files:
+        lines = file.read_text().splitlines()
+        assert [line.startswith("# ") for line in lines[:3]] == [True, True, False]
+        assert lines[1].startswith("# Memory")
+        values = yaml.safe_load(file.read_text())
+        ranks = values["num_processes"] // values["num_machines"]
+        gpus = str(values.get("gpu_ids", "")).split(",") if "gpu_ids" in values else []
+        placement = [place(rank, ranks, len(gpus)) for rank in range(ranks)]
+        if "pair" in file.stem:  # drafters first in the order of gpu_ids, targets on GPUs 0 and 1
+            targets = [gpus[p.target[0].index] for p in placement]
+            assert targets == [str(i) for i in range(ranks)]
+            assert file.stem == "multi_node_pairs" or all(re.search(rf"GPUs? .*{t}", lines[0]) for t in targets)
+
+
+def test_the_commands_of_the_readme_parse(monkeypatch):
+    """Every training command: its configurations exist and all its options are known."""
+    text = (RECIPES / "qwen3.6-27b" / "README.md").read_text()
+    commands = [line.split() for line in re.findall(r"^.*train_qwen36\.py.*$", text, flags=re.MULTILINE)]
+    commands = [words for words in commands if words[:2] == ["accelerate", "launch"]]
+    assert len(commands) >= 6
+    module = load_recipe(monkeypatch)
+    for words in commands:
+        if words[2] == "--config_file":
+            assert (ROOT / words[3]).is_file()
+        options = words[words.index("recipes/train_qwen36.py") + 1 :]
+        parsed = [*options, "--use_cpu", "true"]
+        recipe, args = module.parse_config(
+            (module.RecipeArguments, DFlashTrainingArguments), parsed, default_config=module.CONFIG
+        )
+        module.check_sources(recipe)
+        assert args.prefetch_depth == 2

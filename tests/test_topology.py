@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which devices each rank gets: never one twice, and an error that says what fits where the counts do not."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_hf.topology import LAYOUTS, check_world_size, local_world_size, place
+
+
+def indices(placement) -> tuple[int, list[int]]:
+    return placement.drafter.index, [device.index for device in placement.target]
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "local_world_size", "num_visible", "layout", "expected"),
+    [
+        (0, 4, 8, "paired", (0, [4])),
+        (3, 4, 8, "paired", (3, [7])),
+        (0, 2, 4, "auto", (0, [2])),
+        (1, 2, 4, "auto", (1, [3])),
+        (1, 2, 2, "auto", (1, [1])),
+        (0, 1, 1, "auto", (0, [0])),
+        (0, 1, 2, "auto", (0, [1])),
+        (0, 1, 2, "shared", (0, [0])),
+        (0, 2, 6, "spread", (0, [2, 3])),
+        (1, 2, 6, "spread", (1, [4, 5])),
+        (0, 1, 4, "spread", (0, [1, 2, 3])),
+    ],
+)
+def test_d4_devices_of_a_rank(local_rank, local_world_size, num_visible, layout, expected):
+    assert indices(place(local_rank, local_world_size, num_visible, layout)) == expected
+
+
+@pytest.mark.parametrize("layout", ["auto", "paired"])
+def test_d4_three_gpus_do_not_make_two_pairs(layout):
+    with pytest.raises(ValueError, match=r"2 processes see 3 GPUs.*--num_processes 1 for 1 pair of GPUs"):
+        place(0, 2, 3, layout)
+
+
+def test_gpus_that_cannot_be_dealt_out_are_refused():
+    with pytest.raises(ValueError, match=r"3 GPUs are left.*Make 4 of the 5 GPUs visible"):
+        place(0, 2, 5, "spread")
+
+
+@pytest.mark.parametrize("values", [(2, 2, 4), (-1, 2, 4), (0, 0, 4), (0, 1, -1)])
+def test_impossible_ranks_are_refused(values):
+    with pytest.raises(ValueError, match="is no process"):
+        place(*values)
+
+
+def test_unknown_layouts_are_refused():
+    with pytest.raises(ValueError, match="'split', expected one of auto"):
+        place(0, 1, 1, "split")
+
+
+@given(local_world_size=st.integers(1, 16), num_visible=st.integers(0, 16), layout=st.sampled_from(LAYOUTS))
+def test_every_count_gives_disjoint_devices_or_an_error(local_world_size, num_visible, layout):
+    try:
+        placements = [place(rank, local_world_size, num_visible, layout) for rank in range(local_world_size)]
+    except ValueError as error:
+        assert str(num_visible) in str(error)
+        fits = {
+            "shared": num_visible >= local_world_size,
+            "paired": num_visible >= 2 * local_world_size,
+            "spread": num_visible >= 2 * local_world_size and num_visible % local_world_size == 0,
+            "auto": num_visible == local_world_size or num_visible >= 2 * local_world_size,
+        }
+        assert num_visible > 0 and not fits[layout]
+        return
+    if num_visible == 0:
+        assert all(p.layout == "cpu" and p.target == (torch.device("cpu"),) for p in placements)
+        return
+    drafters = [p.drafter.index for p in placements]
+    targets = [device.index for p in placements for device in p.target]
+    assert drafters == list(range(local_world_size))  # where accelerate puts them
+    assert len(set(targets)) == len(targets) and all(0 <= index < num_visible for index in targets)
+    if placements[0].layout == "shared":
+        assert targets == drafters
+    else:
+        assert not set(targets) & set(drafters)
+    assert all(p.idle == num_visible - len({*drafters, *targets}) for p in placements)
+
+
+def test_two_silent_single_runs_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"started 2 processes, but this one is in a group of 1:.*--use_cpu true"):
+        check_world_size(1)
+    check_world_size(2)
+
+
+def test_d4_the_rank_on_the_machine_counts(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert local_world_size(8) == 4
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert local_world_size(2) == 2
