@@ -88,12 +88,20 @@ def document_spans(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
 
 
 def document_sources(documents: Documents) -> list[str] | None:
-    """What each document's `source` says it comes from; None unless all documents have one."""
+    """What each document's `source` says it comes from, "other" where it says nothing; None where no document does."""
     if isinstance(documents, datasets.Dataset):
-        sources = list(documents["source"]) if "source" in documents.column_names else [None]
+        sources = list(documents["source"]) if "source" in documents.column_names else []
     else:
         sources = [document.get("source") for document in documents]
-    return None if None in sources else [str(source) for source in sources]
+    return [str(source or "other") for source in sources] if any(sources) else None
+
+
+def with_sources(documents: datasets.Dataset, chats: Sequence[dict[str, Any]] | datasets.Dataset) -> datasets.Dataset:
+    """Documents with the `source` of the chat that each was made from, by their `row`."""
+    sources = [chat.get("source") for chat in chats]
+    if "source" in documents.column_names or not any(sources):
+        return documents
+    return documents.add_column("source", [sources[row] for row in documents["row"]])
 
 
 def _check_lengths(lengths: np.ndarray, row_length: int) -> None:
@@ -191,7 +199,7 @@ class PackedDataset(torch.utils.data.Dataset):
 
     @property
     def sources(self) -> list[str] | None:
-        """What each document's `source` says it comes from; None unless all documents have one."""
+        """What each document's `source` says it comes from, "other" where it says nothing; None where none does."""
         return document_sources(self._with_sources)
 
     @property

@@ -18,7 +18,7 @@ from .data_collator import DataCollatorForDFlash, check_documents, num_valid_anc
 from .drafter_loss import drafter_loss
 from .losses import IGNORE_INDEX, BlockSums, Objective, make_objective
 from .modeling_dflash import DFlashDraftModel
-from .packing import PackedDataset, RowSampler
+from .packing import PackedDataset, RowSampler, with_sources
 from .pairs import PairCallback, make_pair, pair_accelerator_args, place_target
 from .target import FrozenHead, FrozenTarget
 from .training_args import DFlashTrainingArguments
@@ -183,13 +183,14 @@ class DFlashTrainer(Trainer):
                     "The data holds chats (a `messages` column) but no tokenizer was given. Pass the target's "
                     "tokenizer as processing_class, or documents with input_ids and supervised_spans."
                 )
-            return tokenize_completions(
+            documents = tokenize_completions(
                 list(data),
                 self._tokenizer,
                 max_length=args.max_length or args.row_length,
                 enable_thinking=args.enable_thinking,
                 eos_token_ids=self.target.eos_token_ids,
             )
+            return with_sources(documents, data)
         rows = [columns] if isinstance(data, Dataset) else data
         for index, names in enumerate(rows):
             if not {"input_ids", "supervised_spans"} <= set(names):

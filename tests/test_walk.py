@@ -7,10 +7,10 @@ import pytest
 import torch
 from naive import naive_drafter
 from test_generation import PROMPT, drafter_for, greedy, oracle_for
-from test_trainer import BLOCK_SIZE, make_documents, make_drafter, make_trainer
-from tiny import MASK_TOKEN_ID, dense_target, hybrid_target, llama_target
+from test_trainer import BLOCK_SIZE, make_arguments, make_documents, make_drafter, make_trainer
+from tiny import MASK_TOKEN_ID, byte_tokenizer, dense_target, hybrid_target, llama_target
 
-from dflash_hf import DataCollatorForDFlash, FrozenTarget, PackedDataset
+from dflash_hf import DataCollatorForDFlash, DFlashTrainer, FrozenTarget, PackedDataset
 from dflash_hf.generation import speculative_generate
 from dflash_hf.target import FrozenHead
 from dflash_hf.walk import WalkedAnswer, WalkSums, follow, walk_batch, walk_documents
@@ -174,6 +174,26 @@ def test_e4_evaluation_walks_the_answers(tmp_path):
         other = make_trainer(target, tmp_path, eval_dataset=given, drafter=trainer.model, **split).evaluate()
         walked = [name for name in metrics if "acceptance" in name or "accepted" in name]
         assert {name: other[name] for name in walked} == {name: metrics[name] for name in walked}
+
+
+@pytest.mark.parametrize("as_dataset", [False, True])
+def test_chats_keep_their_source(tmp_path, as_dataset):
+    """Two answers of a chat are two documents of its source; a chat that names none is of another."""
+    turn = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "It is said."}]
+    chats = [{"messages": turn * 2, "source": "talk"}, {"messages": turn, "source": None}]
+    trainer = DFlashTrainer(
+        make_drafter(dense_target()),
+        dense_target(),
+        make_arguments(tmp_path, row_length=160),
+        eval_dataset=datasets.Dataset.from_list(chats) if as_dataset else chats,
+        processing_class=byte_tokenizer(),
+    )
+    assert trainer.eval_dataset.sources == ["talk", "talk", "other"]
+    metrics = trainer.evaluate()
+    assert {name for name in metrics if name.startswith("eval_acceptance_length_")} == {
+        "eval_acceptance_length_talk",
+        "eval_acceptance_length_other",
+    }
 
 
 def test_evaluation_runs_the_target_once_per_batch(tmp_path, monkeypatch):
