@@ -4,7 +4,8 @@
 Keys and values are cropped after every round. The states of a hybrid target's recurrent layers cannot be cropped, so
 they are copied before a verification. Where the verification commits fewer tokens than it read, the copy comes back
 and the committed tokens are put in front of the next verification, in those layers alone: their inputs there are
-known, and no other layer needs them again.
+known, and no other layer needs them again. Their kernels work on chunks of 64 tokens, so tokens may wait there for
+some rounds, at almost no cost, until a copy with them inside is made.
 
 Shapes: S tokens of one forward, K taps, D hidden size, b block size, V vocabulary. There is one row.
 """
@@ -27,6 +28,10 @@ from transformers.cache_utils import (
 
 from .modeling_dflash import DFlashDraftModel
 from .target import block_inputs
+
+
+# With a block of 16 behind them, the waiting tokens fill a chunk of the recurrent layers' kernels.
+MAX_WAITING = 48
 
 
 class DecodingState:
@@ -89,7 +94,7 @@ class DecodingState:
         """
         committed = new_tokens.shape[1]
         self._crop_target(self._verified.shape[1] - committed)
-        self.recurrent.keep(committed)
+        self.recurrent.keep(self._verified.shape[1], committed)
         self.context = self._verified[:, :committed]
 
     def _crop_target(self, num_tokens: int) -> None:
@@ -165,18 +170,19 @@ class _RecurrentLayers:
                     f"Layer {index} of {type(target).__name__} keeps its state in a {type(layer).__name__}, which "
                     "cannot be rolled back to the committed tokens. Decode with use_cache=False."
                 )
-        self._record = False
-        self._inputs: dict[int, torch.Tensor] = {}
-        self._replayed: dict[int, torch.Tensor] = {}
+        self._record, self._num_new = False, 0
+        # By layer: states before the waiting tokens, the inputs of those, and all inputs of the last verification.
         self._snapshots: dict[int, list[torch.Tensor]] = {}
+        self._waiting: dict[int, torch.Tensor] = {}
+        self._inputs: dict[int, torch.Tensor] = {}
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
         """Hooks on the layers while they decode."""
-        handles = [
-            mixer.register_forward_pre_hook(partial(self._before, index), with_kwargs=True)
-            for index, mixer in self.mixers.items()
-        ]
+        handles = []
+        for index, mixer in self.mixers.items():
+            handles.append(mixer.register_forward_pre_hook(partial(self._before, index), with_kwargs=True))
+            handles.append(mixer.register_forward_hook(partial(self._after, index)))
         try:
             yield
         finally:
@@ -190,23 +196,38 @@ class _RecurrentLayers:
         yield
         self._record = False
 
-    def keep(self, num_tokens: int) -> None:
-        """Of the last recorded forward only the first tokens are committed."""
+    def keep(self, num_read: int, num_kept: int) -> None:
+        """Of the tokens that the last recorded forward read only the first are committed."""
         for index, inputs in self._inputs.items():
-            if num_tokens < inputs.shape[1]:
-                self._replayed[index] = inputs[:, :num_tokens]
+            if num_kept < num_read:
+                self._waiting[index] = inputs[:, : inputs.shape[1] - num_read + num_kept]
+            else:
+                # The states are those of the committed tokens.
+                self._waiting.pop(index, None)
+                del self._snapshots[index]
 
-    def _before(self, index: int, mixer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _before(self, index: int, mixer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
+        """Bring the states back to the copy and put the waiting tokens first."""
         if not self._record:
-            return
-        replayed = self._replayed.pop(index, None)
-        if replayed is not None:
+            return None
+        waiting = self._waiting.get(index)
+        if waiting is not None:
             for state, saved in zip(self._states(index), self._snapshots[index], strict=True):
                 state.copy_(saved)
-            # Not through the module's call, whose hook this is.
-            mixer.forward(**{**kwargs, "hidden_states": replayed})
-        self._snapshots[index] = [state.clone() for state in self._states(index)]
-        self._inputs[index] = kwargs["hidden_states"]
+            if waiting.shape[1] > MAX_WAITING:
+                # Not through the module's call, whose hook this is.
+                mixer.forward(**{**kwargs, "hidden_states": waiting})
+                waiting = None
+        if waiting is None:
+            self._snapshots[index] = [state.clone() for state in self._states(index)]
+        new = kwargs["hidden_states"]
+        self._inputs[index] = new if waiting is None else torch.cat([waiting, new], dim=1)
+        self._num_new = new.shape[1]
+        return args, {**kwargs, "hidden_states": self._inputs[index]}
+
+    def _after(self, index: int, mixer: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+        """Of the output only the new tokens' is wanted."""
+        return output[:, -self._num_new :] if self._record else output
 
     def _states(self, index: int) -> list[torch.Tensor]:
         layer: Any = self.cache.layers[index]

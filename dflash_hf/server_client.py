@@ -2,6 +2,7 @@
 """A running vLLM or SGLang server: its OpenAI-compatible API and its counters."""
 
 import json
+import os
 import time
 import urllib.error
 import urllib.request
@@ -41,7 +42,7 @@ class ServedAnswer:
 
 
 class Server:
-    """A running vLLM or SGLang server.
+    """A running vLLM or SGLang server; the environment variable `OPENAI_API_KEY` holds its key if it has one.
 
     Args:
         url: Its address, with or without `/v1`.
@@ -153,7 +154,10 @@ class Server:
             raise self._timed_out(path) from error
 
     def _open(self, path: str, data: bytes | None = None) -> Any:
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"}
+        if os.environ.get("OPENAI_API_KEY"):
+            headers["Authorization"] = f"Bearer {os.environ['OPENAI_API_KEY']}"
+        request = urllib.request.Request(self.url + path, data, headers)
         try:
             return urllib.request.urlopen(request, timeout=self.timeout)
         except urllib.error.HTTPError as error:

@@ -311,9 +311,15 @@ class DFlashTrainer(Trainer):
         inputs = self._without_repeated_rows(self._prepare_inputs(inputs), self.args.per_device_eval_batch_size)
         with torch.no_grad(), self.compute_loss_context_manager():
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-            context, sources = outputs["context_hidden_states"], self._eval_sources
-            for answer in walk_batch(model, self._drafter_config, self.head, inputs, context):
-                self._eval_walk.add(answer, None if sources is None else sources[answer.document])
+            if "supervised_runs" in inputs:
+                context, sources = outputs["context_hidden_states"], self._eval_sources
+                for answer in walk_batch(model, self._drafter_config, self.head, inputs, context):
+                    self._eval_walk.add(answer, None if sources is None else sources[answer.document])
+            else:
+                logger.warning_once(
+                    "The collator gives no `supervised_runs`, so no answer can be walked: the acceptance length is "
+                    "that at random anchors."
+                )
         return loss.detach(), None, None
 
     def evaluation_loop(  # type: ignore[override]

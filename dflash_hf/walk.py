@@ -86,7 +86,7 @@ def walk_batch(
     for part, part_labels in _chunks(anchors, labels, chunk_anchors):
         hidden = _draft(drafter, config, head, batch, context_hidden_states, part)
         pieces.append(right_drafts(hidden, part_labels, head.logits, head.vocab_size))
-    # The only wait for the device.
+    # Read once for all chunks.
     right = torch.cat(pieces, dim=1).tolist()
     answers = []
     for row, spans in enumerate(runs):

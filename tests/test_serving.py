@@ -259,6 +259,15 @@ def test_sglang_without_its_metrics_page(start):
         measure(url, "easy 1")
 
 
+def test_a_key_is_taken_from_the_environment(start, monkeypatch):
+    _, url = start("vllm")
+    seen = []
+    monkeypatch.setenv("OPENAI_API_KEY", "abc")
+    monkeypatch.setattr(Handler, "log_request", lambda self, *args: seen.append(self.headers["Authorization"]))
+    Server(url, timeout=5)
+    assert set(seen) == {"Bearer abc"}
+
+
 def test_something_else_than_an_engine_is_refused(start):
     _, url = start("gateway")
     with pytest.raises(ServerError, match=r"neither vLLM's metrics .* nor SGLang's /server_info"):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The teacher-forced walk: the same verifications as decoding, from one pass over known answers."""
 
+import logging
+
 import datasets
 import numpy as np
 import pytest
@@ -211,3 +213,16 @@ def test_an_oracle_is_walked_in_whole_blocks():
     oracle = oracle_for(target, document["input_ids"], [True] * 3)
     decoded = speculative_generate(target, oracle, torch.tensor([PROMPT]), 30)
     assert decoded.committed == follow([3] * 29)[0]
+
+
+def test_a_collator_of_ones_own_keeps_the_acceptance_at_random_anchors(tmp_path, caplog):
+    target = dense_target()
+    trainer = make_trainer(target, tmp_path, eval_dataset=make_documents(3, seed=1), drafter=make_drafter(target))
+    whole = trainer.data_collator
+    trainer.data_collator = lambda rows: {k: v for k, v in whole(rows).items() if k != "supervised_runs"}
+    logger = logging.getLogger("dflash_hf.trainer")
+    logger.addHandler(caplog.handler)
+    metrics = trainer.evaluate()
+    logger.removeHandler(caplog.handler)
+    assert "no `supervised_runs`" in caplog.text
+    assert metrics["eval_acceptance_length"] >= 1 and "eval_acceptance_slot_1" not in metrics
