@@ -295,8 +295,12 @@ def test_e6_cached_and_uncached_decoding_draft_the_same_hidden_states(name):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", TARGETS)
-def test_e6_the_caches_hold_the_committed_tokens_and_nothing_else(name):
+@pytest.mark.parametrize(
+    ("name", "max_waiting"), [("dense", 48), ("tied_llama", 48), ("hybrid", 48), ("hybrid", 2), ("hybrid", 0)]
+)
+def test_e6_the_caches_hold_the_committed_tokens_and_nothing_else(monkeypatch, name, max_waiting):
+    """Whether committed tokens wait long, a round or two, or not at all in front of recurrent layers."""
+    monkeypatch.setattr(decoding_state, "MAX_WAITING", max_waiting)
     target, answer = target_and_answer(name)
     oracle = oracle_for(target, answer, lambda n: [n % 4 > 0, n % 3 > 0, True])
     known = torch.tensor([answer])
@@ -315,6 +319,7 @@ def test_e6_the_caches_hold_the_committed_tokens_and_nothing_else(name):
             expected = target(torch.cat([known[:, :length], drafts[None]], dim=1), use_cache=False).logits[0, -4:]
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
             length += committed
+            assert all(inputs.shape[1] <= max_waiting + 4 for inputs in state.recurrent._waiting.values())
             attention = [layer for layer in state.target_cache.layers if isinstance(layer, DynamicLayer)]
             assert {layer.get_seq_length() for layer in attention} == {length - 1}
     assert not any(module._forward_pre_hooks for module in target.modules())
