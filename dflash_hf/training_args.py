@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 
 from .feature_transfer import FEATURE_COPIES
@@ -135,8 +136,10 @@ class DFlashTrainingArguments(TrainingArguments):
     use_cache: bool = field(default=True, metadata={"help": "Written into the drafter's configuration."})
 
     def __post_init__(self):
-        # The parent checks the GPU's types before it hears that accelerate was told to keep to the CPU.
-        self.use_cpu = self.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+        # The parent checks a GPU's types before it hears that accelerate was told to keep to the CPU, and where there
+        # is none at all, ranks would each train alone.
+        told = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+        self.use_cpu = self.use_cpu or told or not torch.accelerator.is_available()
         super().__post_init__()
         if self.device.type == "cpu":
             # Pinned memory speeds up copies to an accelerator; without one, torch warns at every dataloader.
