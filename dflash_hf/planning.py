@@ -14,20 +14,24 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from .adapting import scan_token_ids
 from .configuration_dflash import DFlashDraftConfig
-from .data_collator import check_documents
+from .data_collator import check_documents, num_valid_anchors
 from .modeling_dflash import DFlashDraftModel
-from .packing import Documents, PackedDataset, document_spans
+from .packing import Documents, PackedDataset
 from .target import check_fits
 from .topology import Placement
+from .trainer import ANCHOR_BUCKET
 from .training_args import DFlashTrainingArguments
 
 
 # Shares of a bf16 matrix product's rate that each half reaches on an H200 (`recipes/qwen3.6-27b/README.md`).
-TARGET_EFFICIENCY = 0.56
-DRAFTER_EFFICIENCY = 0.45
+TARGET_EFFICIENCY = 0.76
+DRAFTER_EFFICIENCY = 0.74
 # An H200's rate in operations per second, taken where there is no GPU to measure.
 ASSUMED_RATE = 780e12
+# What an estimate of memory may be wrong by.
+ESTIMATE_MARGIN = 0.15
 # Logits of one chunk of the loss, in fp32 with their gradient and softmax.
 CHUNK_BYTES = 3 * 4 * 2**27
 GIGABYTE = 1e9
@@ -37,8 +41,7 @@ GIGABYTE = 1e9
 class Plan:
     """Figures of a run; memory in bytes per device, rates in operations per second.
 
-    `target_bytes` and `drafter_bytes` are estimates of the peak; `least_bytes` is what the drafter's device needs
-    whatever its kernels are (weights, gradients and optimizer, and the target where that is there too).
+    `target_bytes` and `drafter_bytes` are estimates of the peak, for the same device where the layout is shared.
     """
 
     layout: str
@@ -54,7 +57,6 @@ class Plan:
     drafter_parameters: int
     target_bytes: float
     drafter_bytes: float
-    least_bytes: float
     rate: float
     rate_is_measured: bool
     target_seconds: float
@@ -108,22 +110,20 @@ def make_plan(
         ValueError: When drafter and target, or drafter and data, do not fit together.
     """
     text_config = target_config.get_text_config(decoder=True)
-    check_fits(drafter_config, text_config, text_config.vocab_size)
-    check_documents(documents, drafter_config.block_size)
+    _check_together(text_config, drafter_config, documents)
     rows = PackedDataset(documents, args.row_length, seed=args.seed)
     per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
     steps = math.ceil(len(rows) / (per_step * args.world_size))
-    taps = drafter_config.target_layer_ids or []
-    read, target_parameters, target_bytes = _target_size(text_config, taps, args)
-    anchors = _anchors(documents, args) / len(rows)
-    shape = _DrafterShape(drafter_config, rows.num_tokens / len(rows), anchors)
-    rate, is_measured = bf16_product_rate(args.device)
-    target_seconds = per_step * 2 * read * shape.tokens / (rate * TARGET_EFFICIENCY)
-    drafter_seconds = per_step * shape.operations / (rate * DRAFTER_EFFICIENCY)
-    drafter_bytes = shape.least_bytes + shape.activation_bytes(args)
-    together = placements[0].drafter == placements[0].target[0] or args.prefetch_depth == 0
-    step_seconds = target_seconds + drafter_seconds if together else max(target_seconds, drafter_seconds)
+    anchors, slots = _anchors(rows, args)
     shared = placements[0].drafter == placements[0].target[0]
+    target = _TargetShape(text_config, drafter_config.target_layer_ids or [], args)
+    drafter = _DrafterShape(drafter_config, rows.num_tokens / len(rows), slots)
+    rate, is_measured = bf16_product_rate(args.device)
+    halves = (
+        per_step * 2 * target.read_parameters * drafter.tokens / (rate * TARGET_EFFICIENCY),
+        per_step * drafter.operations / (rate * DRAFTER_EFFICIENCY),
+    )
+    step_seconds = sum(halves) if shared or args.prefetch_depth == 0 else max(halves)
     return Plan(
         layout=placements[0].layout,
         devices={str(i): [*map(str, p.target), str(p.drafter)] for i, p in enumerate(placements)},
@@ -134,41 +134,52 @@ def make_plan(
         anchors_per_row=anchors,
         steps_per_epoch=steps,
         total_steps=args.max_steps if args.max_steps > 0 else math.ceil(steps * args.num_train_epochs),
-        target_parameters=target_parameters,
-        drafter_parameters=shape.parameters,
-        target_bytes=target_bytes / len(placements[0].target),
-        drafter_bytes=drafter_bytes,
-        least_bytes=shape.least_bytes + (target_bytes if shared else 0),
+        target_parameters=target.parameters,
+        drafter_parameters=drafter.parameters,
+        target_bytes=(target.weight_bytes + target.working_bytes) / len(placements[0].target),
+        drafter_bytes=drafter.weight_bytes + drafter.activation_bytes(args) + (0 if shared else drafter.head_bytes),
         rate=rate,
         rate_is_measured=is_measured,
-        target_seconds=target_seconds,
-        drafter_seconds=drafter_seconds,
+        target_seconds=halves[0],
+        drafter_seconds=halves[1],
         step_seconds=step_seconds,
         hours_per_epoch=steps * step_seconds / 3600,
     )
 
 
+def _check_together(target_config: PreTrainedConfig, drafter_config: DFlashDraftConfig, documents: Documents) -> None:
+    check_fits(drafter_config, target_config, target_config.vocab_size)
+    check_documents(documents, drafter_config.block_size)
+    assert drafter_config.mask_token_id is not None  # the configuration refuses to be without
+    scan_token_ids(documents, target_config.vocab_size, drafter_config.mask_token_id)
+
+
 def check_memory(plan: Plan, total_bytes: int, num_visible: int) -> None:
-    """Refuse a layout whose weights alone do not fit the drafter's device.
+    """Refuse a layout that cannot fit its GPUs even if the estimate is `ESTIMATE_MARGIN` too high.
 
     Args:
         plan: The run's figures.
-        total_bytes: Memory of the drafter's device.
+        total_bytes: Memory of a GPU.
         num_visible: GPUs that the processes see.
 
     Raises:
         ValueError: Naming the command that would work on these GPUs.
     """
-    if plan.least_bytes <= total_bytes:
+    both = plan.target_bytes + plan.drafter_bytes
+    needed = both if plan.layout == "shared" else max(plan.target_bytes, plan.drafter_bytes)
+    if needed * (1 - ESTIMATE_MARGIN) <= total_bytes:
         return
-    config = "two_pairs" if num_visible >= 4 else "one_pair"
-    remedy = f"accelerate launch --config_file recipes/accelerate/{config}.yaml recipes/train_qwen36.py ..."
-    if num_visible < 2:
-        remedy = "a second GPU for the target, or a quantised target (target_model_init_kwargs)"
+    if plan.layout == "shared" and num_visible > 1:
+        config = "two_pairs" if num_visible >= 4 else "one_pair"
+        remedy = f"accelerate launch --config_file recipes/accelerate/{config}.yaml recipes/train_qwen36.py ..."
+    elif plan.target_bytes > plan.drafter_bytes:
+        remedy = "a quantised target (quantization_config in target_model_init_kwargs), or target_layout=spread"
+    else:
+        remedy = "fewer anchors (num_anchors, max_anchors_per_row), or gradient_checkpointing"
     raise ValueError(
-        f"Layout {plan.layout}: weights, gradients and optimizer need at least {plan.least_bytes / GIGABYTE:.0f} GB "
-        f"on the drafter's device, which has {total_bytes / GIGABYTE:.0f} GB. With {num_visible} visible GPUs, use: "
-        f"{remedy}"
+        f"Layout {plan.layout} needs about {needed / GIGABYTE:.0f} GB on one GPU, which has "
+        f"{total_bytes / GIGABYTE:.0f} GB. With {num_visible} visible GPUs, use: {remedy}. If you know better, pass "
+        "--check_memory false."
     )
 
 
@@ -205,8 +216,10 @@ class _DrafterShape:
         # Slot 0 does not go through the head.
         head_slots = self.slots - anchors
         self.operations = 6 * on_slots * self.slots + 6 * of_context * tokens + 4 * self.head * head_slots
-        # fp32 weights, gradients and AdamW's two moments; embedding and head in bf16.
-        self.least_bytes = 16.0 * self.parameters + 2 * 2 * self.head
+        # fp32 weights, gradients and AdamW's two moments.
+        self.weight_bytes = 16.0 * self.parameters
+        # The target's embedding and head in bf16, where the target is on another device.
+        self.head_bytes = 2 * 2 * self.head
 
     def activation_bytes(self, args: DFlashTrainingArguments) -> float:
         """What the backward needs, the context in fp32 with its noise, the prefetched states and one loss chunk."""
@@ -220,32 +233,48 @@ class _DrafterShape:
         return batch * (layers * per_slot * self.slots + (2 * 4 + waiting) * features) + CHUNK_BYTES
 
 
-def _target_size(config: PreTrainedConfig, taps: list[int], args: DFlashTrainingArguments) -> tuple[int, int, float]:
-    """Weights that a token passes, all weights, and bytes of the target's device."""
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.get_decoder().layers]
-    read = sum(layers[: taps[-1] + 1])
-    everything = sum(p.numel() for p in model.parameters())
-    given = args.target_model_init_kwargs if isinstance(args.target_model_init_kwargs, dict) else {}
-    name = str(given.get("dtype") or config.dtype or "float32").removeprefix("torch.")
-    size = 2 if name in ("auto", "bfloat16", "float16") else 4
-    tokens = args.row_length * args.per_device_train_batch_size
-    working = tokens * size * (4 * config.intermediate_size + 16 * config.hidden_size)
-    states = 2 * tokens * size * config.hidden_size * len(taps)
-    # The layers behind the last tap are freed after loading, embedding and head stay.
-    return read, everything, size * (everything - sum(layers[taps[-1] + 1 :])) + working + states
+class _TargetShape:
+    """Weights and memory of the target, cut after the last tap."""
+
+    def __init__(self, config: PreTrainedConfig, taps: list[int], args: DFlashTrainingArguments):
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)
+        layers = [sum(p.numel() for p in layer.parameters()) for layer in model.get_decoder().layers]
+        self.parameters = sum(p.numel() for p in model.parameters())
+        # What a token passes; embedding and head stay on the device beside it.
+        self.read_parameters = sum(layers[: taps[-1] + 1])
+        given = args.target_model_init_kwargs if isinstance(args.target_model_init_kwargs, dict) else {}
+        name = str(given.get("dtype") or config.dtype or "float32").removeprefix("torch.")
+        size = 2 if name in ("auto", "bfloat16", "float16") else 4
+        quantization = given.get("quantization_config") or config.to_dict().get("quantization_config")
+        self.weight_bytes = size * (self.parameters - sum(layers)) + self.read_parameters * (
+            size if quantization is None else _quantised_bits(quantization) / 8
+        )
+        tokens = args.row_length * args.per_device_train_batch_size
+        layer = 4 * config.intermediate_size + 16 * config.hidden_size
+        # One batch of hidden states is copied away while the next one is made.
+        self.working_bytes = float(tokens * size * (layer + 2 * config.hidden_size * len(taps)))
 
 
-def _anchors(documents: Documents, args: DFlashTrainingArguments) -> float:
-    """Anchors of one epoch, the cap per row taken over all rows together."""
-    spans, owners = document_spans(documents)
-    valid = np.zeros(len(documents), dtype=np.int64)
-    np.add.at(valid, owners, np.maximum(spans[:, 1] - spans[:, 0] - 1, 0))
-    drawn = float(np.minimum(valid, args.num_anchors).sum())
+def _quantised_bits(quantization: Any) -> float:
+    """Bits of a quantised weight, scales included, from the field that names them; 16 where none does."""
+    values = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    if values.get("load_in_4bit"):
+        return 4.5
+    if values.get("load_in_8bit") or values.get("quant_method") == "fp8":
+        return 8.5
+    return float(values.get("bits", 15.5)) + 0.5
+
+
+def _anchors(rows: PackedDataset, args: DFlashTrainingArguments) -> tuple[float, float]:
+    """Mean anchors of a row, and those that are computed: on a GPU all rows are padded to the largest one's."""
+    draws = np.minimum(num_valid_anchors(rows.documents), args.num_anchors)
     cap = args.max_anchors_per_row or max(1, args.row_length // 4)
-    rows = PackedDataset(documents, args.row_length, seed=args.seed)
-    return min(drawn, cap * len(rows))
+    mean = min(float(draws.sum()), cap * len(rows)) / len(rows)
+    if args.device.type == "cpu":
+        return mean, mean
+    largest = min(cap, rows.largest_row_sum(draws))
+    return mean, -(-largest // ANCHOR_BUCKET) * ANCHOR_BUCKET
 
 
 __all__ = ["Plan", "bf16_product_rate", "check_memory", "make_plan"]

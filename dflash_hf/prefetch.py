@@ -39,7 +39,9 @@ class PendingContext:
         self.num_anchors = int((batch["anchor_positions"].cpu() >= 0).sum())
         self.features: Features | None = None
         self.error: BaseException | None = None
-        self.is_done = False
+        self.is_done = self.is_taken = False
+        # Its place among the batches that were ordered.
+        self.number = 0
         # Where the drafter's device must be before the target starts, so that it does not run ahead of a slow drafter.
         self.start_after: torch.cuda.Event | None = None
 
@@ -80,7 +82,8 @@ class Prefetcher:
         self._look_ahead: LookAhead | None = None
         self._waiting: deque[PendingContext] = deque()
         self._running: PendingContext | None = None
-        self._started = self._taken = 0
+        # Batches ordered, begun by the worker, and taken by the drafter or passed over.
+        self._ordered = self._started = self._taken = 0
         self._failed = False
         self._closed = False
         # Where the drafter's device took up its last `depth` batches.
@@ -105,7 +108,7 @@ class Prefetcher:
             BaseException: Whatever the target raised on this batch.
         """
         pending = inputs.get(PENDING)
-        if pending is None:
+        if pending is None or pending.is_taken:
             self.wait_until_idle()
             features = self._transfer.run(inputs["input_ids"], inputs["document_lengths"], in_order=True)
             return self._transfer.receive(features)
@@ -114,10 +117,11 @@ class Prefetcher:
             features = self._take(pending)
         else:
             features = self._transfer.run(pending.input_ids, pending.document_lengths, in_order=True)
+        pending.is_taken = True
         states = self._transfer.receive(features)
         in_turn = self._measures_alone and self._alone_left > 0
         self._throughput.received(features, alone=self.depth == 0 or in_turn)
-        self._count_alone()
+        self._count_alone(pending)
         return states
 
     def wait_until_idle(self) -> None:
@@ -149,12 +153,20 @@ class Prefetcher:
         if self.depth:
             self._start()
             with self._changed:
+                pending.number = self._ordered
+                self._ordered += 1
                 self._waiting.append(pending)
                 self._changed.notify_all()
         return {**batch, PENDING: pending}
 
     def _take(self, pending: PendingContext) -> Features:
         with self._changed:
+            # A loop that left batches out will not come back to them, so they must not keep this one waiting.
+            self._taken = pending.number
+            while self._waiting and self._waiting[0].number < pending.number:
+                self._waiting.popleft()
+                self._started += 1
+            self._changed.notify_all()
             self._wait_for(lambda: pending.is_done)
             self._taken += 1
             if self._device.type == "cuda":
@@ -176,13 +188,14 @@ class Prefetcher:
                 )
             self._changed.wait(timeout=1.0)
 
-    def _count_alone(self) -> None:
+    def _count_alone(self, pending: PendingContext) -> None:
         if self._alone_left:
             with self._changed:
                 self._alone_left -= 1
                 # This batch and the ones before it were computed by the training thread.
-                if self._waiting:
+                while self._waiting and self._waiting[0].number <= pending.number:
                     self._waiting.popleft()
+                    self._started = self._taken = pending.number + 1
                 self._changed.notify_all()
 
     def _discard(self) -> None:
@@ -196,7 +209,7 @@ class Prefetcher:
     def _forget(self) -> None:
         self._waiting.clear()
         self._taken_events.clear()
-        self._started = self._taken = 0
+        self._ordered = self._started = self._taken = 0
 
     def _start(self) -> None:
         if self._thread is None or not self._thread.is_alive():

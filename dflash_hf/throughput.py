@@ -15,6 +15,7 @@ from .feature_transfer import Features, Span
 
 
 GIGABYTE = 1e9
+HALVES = ("target_seconds", "drafter_seconds")
 
 
 class Throughput:
@@ -33,14 +34,13 @@ class Throughput:
         self._target_devices = target_devices
         # (name, span): those that the device has not reached at one log count in the next.
         self._spans: deque[tuple[str, Span]] = deque()
-        self._alone: dict[str, list[float]] = {"target_seconds": [], "drafter_seconds": []}
+        self._alone: dict[str, list[float]] = {name: [] for name in HALVES}
+        # Seconds per micro-batch, whose medians leave out compilation, evaluations in between and the like.
+        self._recent: dict[str, deque[float]] = {name: deque(maxlen=1000) for name in HALVES}
         self._open: Span | None = None
         self._wait: Span | None = None
         self._step: Span | None = None
         self._is_alone = False
-        # The whole run's figures, for the sentence at its end.
-        self.totals: dict[str, float] = {}
-        self._total_steps = 0
         self._tokens = self._anchors = self._steps = self._in_turn = 0
 
     def waiting(self, num_tokens: int, num_anchors: int) -> None:
@@ -86,14 +86,11 @@ class Throughput:
         steps = max(self._steps, 1)
         figures = {name: sums.get(name, 0.0) / steps for name in ("step_seconds", "wait_seconds", "copy_seconds")}
         figures["in_turn"] = self._in_turn / steps
-        for name in ("target_seconds", "drafter_seconds"):
+        for name in HALVES:
             figures[name] = (sums.get(name, 0.0) + sums.get(f"alone_{name}", 0.0)) / steps
         if sums.get("step_seconds"):
             figures["tokens_per_second"] = self._tokens * self._world_size / sums["step_seconds"]
             figures["anchors_per_second"] = self._anchors * self._world_size / sums["step_seconds"]
-        self._total_steps += self._steps
-        for name, seconds in sums.items():
-            self.totals[name] = self.totals.get(name, 0.0) + seconds
         self._tokens = self._anchors = self._steps = self._in_turn = 0
         return figures | self.alone() | self._peak_memory()
 
@@ -103,26 +100,25 @@ class Throughput:
 
     def advice(self, depth: int) -> str:
         """One sentence: which half limits the step and what would change it."""
-        target = self.totals.get("target_seconds", 0.0) + self.totals.get("alone_target_seconds", 0.0)
-        drafter = self.totals.get("drafter_seconds", 0.0) + self.totals.get("alone_drafter_seconds", 0.0)
-        if not self._total_steps or not target or not drafter:
+        if not all(self._recent.values()):
             return "No step has been timed yet."
-        means = f"{target / self._total_steps:.3g} s of target, {drafter / self._total_steps:.3g} s of drafter a step"
+        target, drafter = (median(self._recent[name]) for name in HALVES)
+        medians = f"{target:.3g} s of target, {drafter:.3g} s of drafter a micro-batch"
         shared = self._device in self._target_devices
         if depth == 0:
-            return f"The halves take turns ({means}): set prefetch_depth to 2, so that they run at the same time."
+            return f"The halves take turns ({medians}): set prefetch_depth to 2, so that they run at the same time."
         if shared:
             return (
-                f"Both halves share one device ({means}), so each slows the other down: a GPU for the target "
+                f"Both halves share one device ({medians}), so each slows the other down: a GPU for the target "
                 "(target_layout=paired) would hide the shorter one."
             )
         if drafter >= target:
             return (
-                f"The drafter limits the step ({means}): fewer anchors (num_anchors, max_anchors_per_row) make steps "
-                "shorter, and longer rows give the target more to do in the same time."
+                f"The drafter limits the step ({medians}): fewer anchors (num_anchors, max_anchors_per_row) make "
+                "steps shorter, and the target would be used in full with longer rows."
             )
         return (
-            f"The target limits the step ({means}): more anchors (num_anchors, max_anchors_per_row) cost nothing "
+            f"The target limits the step ({medians}): more anchors (num_anchors, max_anchors_per_row) cost nothing "
             "until the halves are equal; a faster attention or kernels for the target shorten the step."
         )
 
@@ -144,8 +140,11 @@ class Throughput:
                 unread.append((name, span))
                 continue
             sums[name] = sums.get(name, 0.0) + span.seconds
-            if name.startswith("alone_"):
-                self._alone[name.removeprefix("alone_")].append(span.seconds)
+            half = name.removeprefix("alone_")
+            if half in HALVES:
+                self._recent[half].append(span.seconds)
+            if half != name:
+                self._alone[half].append(span.seconds)
         self._spans = unread
         return sums
 

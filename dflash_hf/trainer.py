@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`DFlashTrainer`: a transformers Trainer that runs a frozen target beside the drafter it trains."""
 
+import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -8,29 +10,35 @@ import numpy as np
 import torch
 from datasets import Dataset, DatasetDict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
-from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint
-from transformers.utils import CONFIG_NAME, logging
+from transformers.trainer_utils import EvalLoopOutput
+from transformers.utils import logging
 
 from .adapting import check_continuing, scan_token_ids
+from .checkpointing import decided_by_main, rotate, write_checkpoint
 from .configuration_dflash import DFlashDraftConfig
 from .conversations import tokenize_completions
 from .data_collator import DataCollatorForDFlash, check_documents, num_valid_anchors
 from .drafter_loss import drafter_loss
+from .guards import StepGuard, check_can_learn, first_nonfinite_parameter
+from .hub_pushes import push_checkpoint, write_publishable
+from .interrupts import Interrupts, TrainingInterrupted
 from .losses import IGNORE_INDEX, BlockSums, Objective, make_objective
 from .manifest import check_documents_fit
 from .modeling_dflash import DFlashDraftModel
-from .packing import PackedDataset, RowSampler
+from .packing import PackedDataset, RowSampler, with_sources
 from .pairs import PairCallback, make_pair, pair_accelerator_args, place_target
+from .remote_checkpoints import RemoteCheckpointCallback
+from .resuming import prepare_output, resume_folder
+from .run_record import run_record, write_record
 from .target import FrozenHead, FrozenTarget
 from .training_args import DFlashTrainingArguments
+from .walk import WalkSums, walk_batch
 
 
 logger = logging.get_logger(__name__)
 
 # Anchor slots of a row are padded to a multiple of this, so that their slots fill whole tiles of the attention.
 ANCHOR_BUCKET = 64
-# Fields of a saved configuration that say how it was saved, not what the drafter is.
-RUN_FIELDS = ("_name_or_path", "architectures", "auto_map", "dtype", "transformers_version")
 
 
 class _SetEpoch(TrainerCallback):
@@ -131,6 +139,17 @@ class DFlashTrainer(Trainer):
         self._num_parameters = sum(p.numel() for p in drafter.parameters())
         self._train_sums = BlockSums.zeros(config.block_size, args.device)
         self._eval_sums = BlockSums.zeros(config.block_size, args.device)
+        self._step_sums = BlockSums.zeros(config.block_size, args.device)
+        self._guard = StepGuard(drafter, args.max_nonfinite_steps, scaled=self.accelerator.scaler is not None)
+        self._interrupts = Interrupts(args.world_size)
+        # Where push_to_hub() writes the drafter, while it runs.
+        self._publishing: Path | None = None
+        self.add_callback(self._guard)
+        self.add_callback(self._interrupts)
+        if args.remote_checkpoint_dir is not None:
+            self.add_callback(RemoteCheckpointCallback(args.remote_checkpoint_dir))
+        self._eval_walk = WalkSums.zeros(config.block_size)
+        self._eval_sources: list[str] | None = None
 
     def _pack(self, data: Any) -> PackedDataset | None:
         """Chats or documents to packed rows, checked before any GPU time is spent."""
@@ -183,13 +202,14 @@ class DFlashTrainer(Trainer):
                     "The data holds chats (a `messages` column) but no tokenizer was given. Pass the target's "
                     "tokenizer as processing_class, or documents with input_ids and supervised_spans."
                 )
-            return tokenize_completions(
+            documents = tokenize_completions(
                 list(data),
                 self._tokenizer,
                 max_length=args.max_length or args.row_length,
                 enable_thinking=args.enable_thinking,
                 eos_token_ids=self.target.eos_token_ids,
             )
+            return with_sources(documents, data)
         rows = [columns] if isinstance(data, Dataset) else data
         for index, names in enumerate(rows):
             if not {"input_ids", "supervised_spans"} <= set(names):
@@ -222,24 +242,122 @@ class DFlashTrainer(Trainer):
         return sampler
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
-        """The parent's training; a checkpoint of another drafter is refused before it is loaded."""
-        folder = resume_from_checkpoint
-        if folder is True:
-            folder = get_last_checkpoint(self.args.output_dir)
-        if isinstance(folder, str | Path) and (Path(folder) / CONFIG_NAME).exists():
-            saved, own = DFlashDraftConfig.from_pretrained(folder).to_dict(), self._drafter_config.to_dict()
-            names = sorted(name for name in saved.keys() & own.keys() if saved[name] != own[name])
-            names = [name for name in names if name not in RUN_FIELDS]
-            if names:
-                differences = ", ".join(f"{name} {saved[name]} there and {own[name]} here" for name in names)
-                raise ValueError(
-                    f"The checkpoint {folder} is of another drafter: {differences}. Resume with the drafter it was "
-                    "made from, or load it with from_pretrained, change it with dflash_hf.adapt, and train anew."
-                )
+        """The parent's training, which a signal ends with a checkpoint and status 75.
+
+        Args:
+            resume_from_checkpoint (`str` or `bool`, *optional*):
+                A checkpoint, its fsspec address (or that of a folder of them), or True for the newest complete one of
+                `output_dir` and `remote_checkpoint_dir`. One of another drafter, target, tokenizer or data set is
+                refused.
+            *args: Further arguments of [`~transformers.Trainer.train`].
+            **kwargs: The same.
+
+        Raises:
+            TrainingInterrupted: SIGTERM or SIGINT came; a `SystemExit` that a script passes on.
+            NonFiniteTrainingError: Too many steps in a row were not finite.
+            RemoteCheckpointError: Training is done, but its last checkpoint never arrived at the remote address.
+            ValueError: The loss cannot fall, or the checkpoint cannot be resumed.
+        """
+        groups = [{"lr": self.args.learning_rate}] if self.optimizer is None else self.optimizer.param_groups
+        assert self.model is not None
+        check_can_learn(self.model, groups)
+        decided_by_main(self, lambda: prepare_output(self))
+        self.run_record = run_record(self)
+        folder = decided_by_main(self, lambda: resume_folder(self, resume_from_checkpoint))
+        self._interrupts.install()
         try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            output = super().train(None if folder is None else str(folder), *args, **kwargs)
+            for mirror in self._mirrors():
+                decided_by_main(self, mirror.finish)
+        except TrainingInterrupted:
+            self._end_interrupted()
+            raise
         finally:
+            for mirror in self._mirrors():
+                mirror.close()
             self.prefetcher.close()
+            self._guard.close()
+            self._interrupts.remove()
+        self._interrupts.pass_on()
+        return output
+
+    def _mirrors(self) -> list[RemoteCheckpointCallback]:
+        return [c for c in self.callback_handler.callbacks if isinstance(c, RemoteCheckpointCallback)]
+
+    def _end_interrupted(self) -> None:
+        self.callback_handler.on_train_end(self.args, self.state, self.control)
+        self._finish_current_push()
+        for mirror in self._mirrors():
+            mirror.close()
+        self.is_in_train = False
+        if self.args.world_size > 1:
+            # A rank that exits while another one still talks to it aborts.
+            self.accelerator.wait_for_everyone()
+            self.accelerator.state.destroy_process_group()
+
+    def _save_checkpoint(self, model, trial):
+        # Trainer writes under the final name, where a kill leaves half a checkpoint.
+        self._guard.flush()
+        assert self.model is not None
+        parameter = first_nonfinite_parameter(self.model)
+        if parameter is not None:
+            logger.error(f"No checkpoint of step {self.state.global_step}: the drafter's {parameter} is not finite.")
+            return
+        run_dir = Path(self._get_output_dir(trial))
+        folder = write_checkpoint(self, run_dir, lambda aside: write_record(self.run_record, aside))
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(folder))
+        rotate(self, run_dir)
+
+    def push_to_hub(
+        self, commit_message="End of training", blocking=True, token=None, revision=None, private=None, **kwargs
+    ):
+        """The parent's push, of the publishable bf16 drafter: `output_dir` keeps the fp32 masters."""
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token, private=private)
+        output_dir = self.args.output_dir
+        assert output_dir is not None
+        # The parent pushes the folder that it saves to, and names the model after it.
+        self._publishing = Path(output_dir, "_push-final", Path(output_dir).absolute().name)
+        self.args.output_dir = str(self._publishing)
+        try:
+            pushed = super().push_to_hub(commit_message, blocking, token, revision, private, **kwargs)
+            if blocking and self.is_world_process_zero():
+                shutil.rmtree(self._publishing.parent)
+            return pushed
+        finally:
+            self.args.output_dir, self._publishing = output_dir, None
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        # The parent copies the checkpoint's fp32 weights, and pushes folders that may be rotated away meanwhile.
+        push_checkpoint(self, Path(checkpoint_folder))
+
+    def _save(self, output_dir=None, state_dict=None):
+        if self._publishing is None:
+            super()._save(output_dir, state_dict)
+        elif self.args.should_save:
+            write_publishable(self, self._publishing)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        with warnings.catch_warnings():
+            # Trainer reads the configuration as a plain one, which warns of a field that is there for older readers.
+            warnings.filterwarnings("ignore", message="`rope_scaling` is deprecated", category=FutureWarning)
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        """The parent's step; the loss of a micro-batch that is not finite is returned as 0, its step is left out."""
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        return torch.where(torch.isfinite(loss), loss, torch.zeros_like(loss))
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        # Trainer has the norm of the summed gradients here, in every step and before the optimizer's; no hook is
+        # given it.
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        left_out = self._guard.judge(grad_norm, self.state.global_step + 1)
+        sums = self._step_sums.values
+        self._train_sums.values += torch.where(left_out, torch.zeros_like(sums), sums)
+        sums.zero_()
+        return grad_norm
 
     def get_train_dataloader(self):
         """The parent's dataloader, whose batches stay on the host until the prefetcher sends them where they go."""
@@ -252,6 +370,9 @@ class DFlashTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """Collect the micro-batches of one optimizer step and what the step's loss is divided by, over all ranks."""
+        if self.state.global_step >= self.state.max_steps:
+            # Resumed from the last checkpoint of a finished run, where Trainer would take one step more.
+            return [], None
         epoch_iterator = self.prefetcher.look_ahead(epoch_iterator, self.accelerator.gradient_state)
         batch_samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batch_samples:
@@ -259,7 +380,11 @@ class DFlashTrainer(Trainer):
         total = torch.zeros((), device=device)
         for batch in batch_samples:
             total = total + self.objective.normalizer(batch["labels"][..., 1:] != -100).to(device)
-        return batch_samples, self.accelerator.reduce(total, reduction="sum")
+        # Whether a signal came travels with the normaliser, so that all ranks stop at the same step.
+        totals = torch.stack([total, self._interrupts.flag(device)])
+        total, interrupted = self.accelerator.reduce(totals, reduction="sum")
+        self._interrupts.agree(interrupted)
+        return batch_samples, total
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Run the target, then the drafter, then the loss through the frozen head.
@@ -267,7 +392,7 @@ class DFlashTrainer(Trainer):
         Args:
             model: The drafter, possibly wrapped for distributed training.
             inputs: A batch of [`DataCollatorForDFlash`].
-            return_outputs: Whether to return the drafter's output too.
+            return_outputs: Whether to return the drafter's output too, and the context that it read.
             num_items_in_batch: Normaliser of the whole optimizer step over all ranks; None for this batch's own.
 
         Returns:
@@ -281,34 +406,48 @@ class DFlashTrainer(Trainer):
                 f"{config.block_size}. Give both the same, or leave data_collator out."
             )
         context = self.prefetcher.context_hidden_states(inputs)
+        if model.training:
+            self._guard.see(context, inputs["documents"], inputs["document_lengths"])
         dtype = self._compute_dtype
         if model.training and self.args.context_noise > 0:
             context = add_context_noise(
                 context, inputs["document_lengths"], inputs["noise_seeds"], self.args.context_noise, dtype
             )
+        context = context.to(dtype)
         loss, sums, outputs = drafter_loss(
             model,
             config,
             inputs,
-            context.to(dtype),
+            context,
             self.head,
             self.objective,
             self.args.loss_chunk_blocks,
         )
-        (self._train_sums if model.training else self._eval_sums).add(sums)
+        (self._step_sums if model.training else self._eval_sums).add(sums)
         if num_items_in_batch is None:
             normalizer = self.objective.normalizer(labels[..., 1:] != -100)
             loss = loss / normalizer.clamp(min=1e-12)
         else:
             # Gradients are averaged over ranks, the normaliser is summed over them.
             loss = loss * self.args.world_size / num_items_in_batch.clamp(min=1e-12)
-        return (loss, outputs) if return_outputs else loss
+        if model.training:
+            loss = self._guard.marked(loss)
+        return (loss, {**outputs, "context_hidden_states": context}) if return_outputs else loss
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """Loss of an evaluation batch; no logits are returned, so that none are gathered."""
         inputs = self._without_repeated_rows(self._prepare_inputs(inputs), self.args.per_device_eval_batch_size)
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss = self.compute_loss(model, inputs)
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+            if "supervised_runs" in inputs:
+                context, sources = outputs["context_hidden_states"], self._eval_sources
+                for answer in walk_batch(model, self._drafter_config, self.head, inputs, context):
+                    self._eval_walk.add(answer, None if sources is None else sources[answer.document])
+            else:
+                logger.warning_once(
+                    "The collator gives no `supervised_runs`, so no answer can be walked: the acceptance length is "
+                    "that at random anchors."
+                )
         return loss.detach(), None, None
 
     def evaluation_loop(  # type: ignore[override]
@@ -316,10 +455,14 @@ class DFlashTrainer(Trainer):
     ) -> EvalLoopOutput:
         """The parent's loop, with loss and acceptance as ratios of sums over all blocks instead of means of means."""
         self._eval_sums.values.zero_()
+        self._eval_sources = dataloader.dataset.sources if isinstance(dataloader.dataset, PackedDataset) else None
+        self._eval_walk = WalkSums.zeros(self._drafter_config.block_size or 0, sorted(set(self._eval_sources or [])))
         self.prefetcher.wait_until_idle()
         trained = self.model_wrapped is not self.model or self.is_in_train
         output = super().evaluation_loop(dataloader, description, metric_key_prefix=metric_key_prefix, **kwargs)
-        metrics = {f"{metric_key_prefix}_{k}": v for k, v in self._reduced(self._eval_sums).metrics().items()}
+        walked = self.accelerator.reduce(self._eval_walk.values.to(self.args.device), reduction="sum")
+        metrics = self._reduced(self._eval_sums).metrics() | WalkSums(walked, self._eval_walk.sources).metrics()
+        metrics = {f"{metric_key_prefix}_{k}": v for k, v in metrics.items()}
         if not trained and self.args.world_size > 1:
             # Preparing for evaluation marks the drafter as prepared, and a later train() would leave it without the
             # wrapper that adds up the gradients of all ranks.
@@ -347,8 +490,14 @@ class DFlashTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the acceptance and accuracies of the blocks trained on since the last log."""
         if "loss" in logs:
-            metrics = self._reduced(self._train_sums).metrics()
+            self._guard.flush()
+            reduced = self._reduced(self._train_sums)
+            metrics = reduced.metrics()
             self._train_sums.values.zero_()
+            left_out = self._guard.take_left_out()
+            if left_out:
+                logs["nonfinite_steps"] = len(left_out)
+                logs["loss"] = metrics["loss"] if reduced.values[1] > 0 else float("nan")
             logs.update({k: metrics[k] for k in ("acceptance_length", "accuracy", "full_blocks")})
             logs.update(self.throughput.metrics())
         super().log(logs, start_time)

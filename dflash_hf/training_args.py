@@ -5,9 +5,12 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 
 from .feature_transfer import FEATURE_COPIES
+from .remote_store import check_address
+from .run_record import CHANGES
 from .topology import LAYOUTS, check_world_size
 
 
@@ -65,6 +68,13 @@ class DFlashTrainingArguments(TrainingArguments):
             Whether a hybrid target may run on CUDA without flash-linear-attention.
         drafter_attn_implementation (`str`, *optional*):
             `"flex_attention"`, `"sdpa"` or `"eager"`; by default flex on CUDA and sdpa elsewhere.
+        max_nonfinite_steps (`int`, *optional*, defaults to 10):
+            Steps in a row with a loss or gradients that are not finite, each of them left out, that stop the run.
+        remote_checkpoint_dir (`str`, *optional*):
+            fsspec address (`s3://bucket/run`) to which each finished checkpoint is copied in the background. Its
+            package takes the credentials from the environment or its own files; none belong into the address.
+        allow_resume_changes (`list[str]`, *optional*):
+            What may differ from the resumed checkpoint's run: `"target"`, `"tokenizer"`, `"data"`, `"rows"`.
         compile_layers (`bool`, *optional*):
             Compile the drafter's layers one by one, which takes seconds instead of the minutes of a whole model; by
             default on CUDA. `torch_compile` keeps its meaning, the whole model, and switches this off.
@@ -118,6 +128,15 @@ class DFlashTrainingArguments(TrainingArguments):
         default=False, metadata={"help": "Run a hybrid target on CUDA without flash-linear-attention."}
     )
     drafter_attn_implementation: str | None = field(default=None, metadata={"help": "flex_attention, sdpa or eager."})
+    max_nonfinite_steps: int = field(
+        default=10, metadata={"help": "Steps in a row that are not finite and left out, after which the run stops."}
+    )
+    remote_checkpoint_dir: str | None = field(
+        default=None, metadata={"help": "fsspec address to which each finished checkpoint is copied."}
+    )
+    allow_resume_changes: list[str] | None = field(
+        default=None, metadata={"help": "What may differ on resuming: target, tokenizer, data, rows."}
+    )
     compile_layers: bool | None = field(
         default=None, metadata={"help": "Compile the drafter's layers one by one; by default on CUDA."}
     )
@@ -140,8 +159,10 @@ class DFlashTrainingArguments(TrainingArguments):
     use_cache: bool = field(default=True, metadata={"help": "Written into the drafter's configuration."})
 
     def __post_init__(self):
-        # The parent checks the GPU's types before it hears that accelerate was told to keep to the CPU.
-        self.use_cpu = self.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+        # The parent checks a GPU's types before it hears that accelerate was told to keep to the CPU, and where there
+        # is none at all, ranks would each train alone.
+        told = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+        self.use_cpu = self.use_cpu or told or not torch.accelerator.is_available()
         super().__post_init__()
         if self.device.type == "cpu":
             # Pinned memory speeds up copies to an accelerator; without one, torch warns at every dataloader.
@@ -173,6 +194,18 @@ class DFlashTrainingArguments(TrainingArguments):
                 "target_model_init_kwargs holds a token, which would be written into every checkpoint with the "
                 "arguments. Set the environment variable HF_TOKEN, or log in with `hf auth login`."
             )
+        if self.max_nonfinite_steps < 1:
+            raise ValueError(f"max_nonfinite_steps={self.max_nonfinite_steps} must be at least 1.")
+        unknown = sorted(set(self.allow_resume_changes or []) - set(CHANGES))
+        if unknown:
+            raise ValueError(f"allow_resume_changes names {unknown}; what may differ is one of {list(CHANGES)}.")
+        if self.remote_checkpoint_dir is not None:
+            check_address(self.remote_checkpoint_dir)
+        if self.enable_jit_checkpoint:
+            raise ValueError(
+                "enable_jit_checkpoint=True would write a checkpoint in place, where a kill leaves half of it. Leave "
+                "it False: DFlashTrainer ends a run at SIGTERM and SIGINT with a checkpoint of its own."
+            )
         if self.label_smoothing_factor:
             raise ValueError(
                 f"label_smoothing_factor={self.label_smoothing_factor} has no effect on a drafter's objective, which "
@@ -180,6 +213,10 @@ class DFlashTrainingArguments(TrainingArguments):
             )
         if not 0 <= self.context_noise < float("inf"):
             raise ValueError(f"context_noise={self.context_noise} must be 0 or a positive half-width, such as 0.05.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Every checkpoint holds a pickle of the arguments, which must not hold a token.
+        return {name: None if name.endswith("_token") else value for name, value in vars(self).items()}
 
     @property
     def n_gpu(self) -> int:

@@ -68,6 +68,7 @@ class RecipeArguments:
     preflight_upload_to: str | None = field(
         default=None, metadata={"help": "Folder or object-store URL that the preflight uploads to, besides the Hub."}
     )
+    check_memory: bool = field(default=True, metadata={"help": "Stop where the run cannot fit the GPUs."})
     # For measuring speed and memory without a download
     random_target_config: str | None = field(
         default=None, metadata={"help": "Configuration whose shape a target of random weights gets, for measuring."}
@@ -85,6 +86,7 @@ def main() -> None:
     )
     try:
         check_sources(recipe)
+        placements(args)  # stops at once where the layout does not fit the GPUs
     except ValueError as error:
         raise SystemExit(f"{sys.argv[0]}: error: {error}") from None
     set_seed(args.seed)
@@ -122,7 +124,8 @@ def dry_run(recipe: RecipeArguments, args: DFlashTrainingArguments) -> None:
         print(plan.report())
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         (Path(args.output_dir) / "dry_run.json").write_text(json.dumps(plan.to_dict(), indent=2))
-    refuse_what_cannot_fit(plan, args)
+    if recipe.check_memory:
+        refuse_what_cannot_fit(plan, args)
 
 
 def refuse_what_cannot_fit(plan, args: DFlashTrainingArguments) -> None:
@@ -184,7 +187,7 @@ def load_target(recipe: RecipeArguments, args: DFlashTrainingArguments, taps: li
 def train(recipe: RecipeArguments, args: DFlashTrainingArguments) -> None:
     """Train, save, evaluate."""
     train_documents, eval_documents = read_documents(recipe, args, drafter_configuration(recipe))
-    if args.device.type == "cuda":
+    if args.device.type == "cuda" and recipe.check_memory:
         plan = make_plan(target_config(recipe), drafter_configuration(recipe), args, placements(args), train_documents)
         refuse_what_cannot_fit(plan, args)
     drafter = new_drafter(recipe, args.device) if recipe.drafter is None else continued_drafter(recipe)

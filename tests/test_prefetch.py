@@ -216,6 +216,18 @@ def test_depth_zero_takes_turns_without_a_thread():
     assert log == [(kind, n) for n in range(3) for kind in ("start", "end", "trained")]
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_batches_may_be_left_out_and_read_twice(depth):
+    """A loop that skips a step, or computes one again, waits for nothing that will not come."""
+    ahead = prefetcher(Recorder([]), depth)
+    got = []
+    for number, batch in enumerate(ahead.look_ahead(batches(12), NO_DATALOADER)):
+        if number % 4 != 1 and number not in (6, 7):
+            got += [ahead.context_hidden_states(batch).item() for _ in range(2 if number == 4 else 1)]
+    ahead.close()
+    assert got == [0, 2, 3, 4, 4, 8, 10, 11]
+
+
 def test_another_epoch_drops_what_was_prefetched():
     log = []
     ahead = prefetcher(Recorder(log), 2)

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints that are complete or absent: written aside, listed in a manifest, flushed to disk and renamed."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from torch import nn
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+MANIFEST_NAME = "checkpoint_manifest.json"
+# Neither Trainer nor a push to the Hub looks at a folder of this name.
+ASIDE_PREFIX = "_incomplete-"
+# A pickle of the arguments that nothing here reads again.
+UNLISTED = (MANIFEST_NAME, "training_args.bin")
+SPARE_BYTES = 16 * 2**20
+_CHECKPOINT = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
+
+
+class DiskSpaceError(OSError):
+    """The next checkpoint does not fit on the disk."""
+
+
+# Manifests
+
+
+def sha256_of(path: Path) -> str:
+    """The file's SHA-256 in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def make_manifest(folder: Path, with_hashes: bool = False) -> dict[str, Any]:
+    """Names, sizes in bytes and perhaps hashes of the files of a checkpoint."""
+    files = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in UNLISTED):
+        entry: dict[str, Any] = {"size": path.stat().st_size}
+        if with_hashes:
+            entry["sha256"] = sha256_of(path)
+        files[path.relative_to(folder).as_posix()] = entry
+    return {"format": 1, "files": files}
+
+
+def manifest_problems(folder: str | Path) -> list[str]:
+    """What is wrong with a checkpoint by its manifest, one sentence each; nothing for a complete one."""
+    folder = Path(folder)
+    try:
+        files = json.loads((folder / MANIFEST_NAME).read_text())["files"]
+    except FileNotFoundError:
+        return [f"it has no {MANIFEST_NAME}, which is written last"]
+    except (json.JSONDecodeError, KeyError):
+        return [f"its {MANIFEST_NAME} cannot be read"]
+    problems = []
+    for name, entry in files.items():
+        path = folder / name
+        if not path.is_file():
+            problems.append(f"{name} is missing")
+        elif path.stat().st_size != entry["size"]:
+            problems.append(f"{name} has {path.stat().st_size} bytes instead of {entry['size']}")
+        elif "sha256" in entry and sha256_of(path) != entry["sha256"]:
+            problems.append(f"{name} has another hash")
+    return problems
+
+
+# Folders
+
+
+def step_of(folder: str | Path) -> int | None:
+    """The step of a folder named checkpoint-N, else None."""
+    match = _CHECKPOINT.match(Path(folder).name)
+    return int(match[1]) if match else None
+
+
+def publish(aside: Path, final: Path) -> None:
+    """Flush a finished folder to disk and give it its name, in the place of an older one of that name."""
+    for path in [*aside.rglob("*"), aside]:
+        _flush(path)
+    if final.exists():
+        # Both are complete, so a kill between the two renames leaves the new one to be found.
+        replaced = final.with_name(f"{ASIDE_PREFIX}replaced-{final.name}")
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+        aside.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
+    else:
+        aside.rename(final)
+    _flush(final.parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def clean_up(output_dir: str | Path) -> None:
+    """Give finished folders that a kill left aside their names, and remove the unfinished ones."""
+    for aside in sorted(Path(output_dir).glob(f"{ASIDE_PREFIX}*")):
+        final = aside.with_name(aside.name.removeprefix(ASIDE_PREFIX))
+        if step_of(final) is not None and not final.exists() and not manifest_problems(aside):
+            publish(aside, final)
+        else:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def last_complete_checkpoint(output_dir: str | Path) -> Path | None:
+    """The newest complete checkpoint of a folder, saying which newer ones are skipped and why."""
+    folders = [f for f in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if f.is_dir() and step_of(f) is not None]
+    for folder in sorted(folders, key=lambda f: step_of(f) or 0, reverse=True):
+        problems = manifest_problems(folder)
+        if not problems:
+            return folder
+        logger.warning(f"{folder} is incomplete and skipped: {'; '.join(problems)}.")
+    return None
+
+
+# Disk space
+
+
+def checkpoint_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, only_model: bool) -> int:
+    """Bytes that a checkpoint takes, moments of Adam included even before its first step."""
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    if only_model:
+        return parameters
+    states = [] if optimizer is None else [t for s in optimizer.state.values() for t in s.values()]
+    held = sum(t.numel() * t.element_size() for t in states if isinstance(t, torch.Tensor))
+    return parameters + (held or 2 * parameters)
+
+
+def check_disk_space(folder: str | Path, needed: int) -> None:
+    """Raises if a checkpoint of so many bytes does not fit on the disk of a folder.
+
+    Raises:
+        DiskSpaceError: Naming what is needed and what is there.
+    """
+    free, needed = shutil.disk_usage(folder).free, int(1.01 * needed) + SPARE_BYTES
+    if free < needed:
+        raise DiskSpaceError(
+            f"The next checkpoint needs {needed / 2**30:.2f} GiB and the disk of {folder} has {free / 2**30:.2f} GiB "
+            "free. Free some, set save_total_limit, or give another output_dir; checkpoints that are there are kept."
+        )
+
+
+# Writing
+
+
+def decided_by_main(trainer: Any, function: Callable[[], Any]) -> Any:
+    """What `function` returns on the main rank, on every rank; what it raises there is raised on all of them."""
+    outcome: list[Any] = [None]
+    if trainer.args.process_index == 0:
+        try:
+            outcome = [(function(), None)]
+        except (OSError, ValueError) as error:
+            outcome = [(None, error)]
+    if trainer.args.world_size > 1:
+        broadcast_object_list(outcome)
+    value, raised = outcome[0]
+    if raised is not None:
+        raise raised
+    return value
+
+
+def write_checkpoint(trainer: Any, run_dir: Path, write_more: Callable[[Path], None]) -> Path:
+    """Write the checkpoint of the present step, all ranks together.
+
+    Args:
+        trainer: The Trainer that trains.
+        run_dir: Folder of the checkpoints.
+        write_more: Called by the main rank with the unfinished folder.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        DiskSpaceError: Before anything is written.
+    """
+    args, name = trainer.args, f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+    aside, final = run_dir / f"{ASIDE_PREFIX}{name}", run_dir / name
+
+    def prepare() -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        clean_up(run_dir)
+        check_disk_space(run_dir, checkpoint_bytes(trainer.model, trainer.optimizer, args.save_only_model))
+        aside.mkdir()
+
+    decided_by_main(trainer, prepare)
+    error: Exception | None = None
+    try:
+        _write_files(trainer, aside, final)
+        if args.should_save:
+            write_more(aside)
+    except Exception as failure:
+        error = failure
+    # Also the barrier after which all parts are there. All ranks stop alike, so that none waits for another.
+    failed = trainer.accelerator.reduce(torch.tensor(float(error is not None), device=args.device), reduction="sum")
+    if failed.item():
+        if args.should_save:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise OSError(
+            f"The checkpoint of step {trainer.state.global_step} could not be written"
+            f"{f' ({error})' if error else ' by another rank'}; older ones are kept. Look at the disk of {run_dir}."
+        ) from error
+    if args.should_save:
+        (aside / MANIFEST_NAME).write_text(json.dumps(make_manifest(aside), indent=1) + "\n")
+        publish(aside, final)
+    trainer.accelerator.wait_for_everyone()
+    return final
+
+
+def _write_files(trainer: Any, aside: Path, final: Path) -> None:
+    """What Trainer writes, by its own parts: as a whole it would write under the final name."""
+    args, state, folder = trainer.args, trainer.state, str(aside)
+    trainer.store_flos()
+    trainer.save_model(folder, _internal_call=True)
+    if state.best_global_step:
+        best = final.with_name(f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+        if best == final or best.exists():
+            state.best_model_checkpoint = str(best)
+    if not args.save_only_model:
+        trainer._save_optimizer_and_scheduler(folder)
+        trainer._save_scaler(folder)
+        trainer._save_rng_state(folder)
+    if args.should_save:
+        exported: dict[str, Any] = {}
+        for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+            if isinstance(callback, ExportableState):
+                exported.setdefault(type(callback).__name__, []).append(callback.state())
+        state.stateful_callbacks = {k: v if len(v) > 1 else v[0] for k, v in exported.items()}
+        state.save_to_json(os.path.join(folder, "trainer_state.json"))
+
+
+def rotate(trainer: Any, run_dir: Path) -> None:
+    """Delete the checkpoints beyond `save_total_limit`, never the newest or the best."""
+    if trainer.args.should_save:
+        rotate_checkpoints(
+            output_dir=str(run_dir),
+            save_total_limit=trainer.args.save_total_limit,
+            best_model_checkpoint=trainer.state.best_model_checkpoint,
+            use_mtime=True,
+        )
+
+
+__all__ = [
+    "DiskSpaceError",
+    "check_disk_space",
+    "clean_up",
+    "last_complete_checkpoint",
+    "make_manifest",
+    "manifest_problems",
+    "write_checkpoint",
+]

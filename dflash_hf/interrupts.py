@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SIGTERM and SIGINT end a run at the end of a step, with a checkpoint, at the same step on every rank."""
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from .host_copies import HostCopy
+
+
+logger = logging.get_logger(__name__)
+
+# EX_TEMPFAIL of sysexits.h: nothing is wrong, start again to go on.
+INTERRUPTED_STATUS = 75
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# A launcher and its ranks often get the same signal, and the launcher passes its own on: within this many seconds it
+# is one request.
+SAME_REQUEST_S = 1.0
+
+
+class TrainingInterrupted(SystemExit):
+    """Ends the process with status 75 after the checkpoint of an interrupted run was written."""
+
+    def __init__(self, step: int):
+        super().__init__(INTERRUPTED_STATUS)
+        self.step = step
+
+
+class Interrupts(TrainerCallback):
+    """Waits for signals during training and ends it after the step in which every rank knows of one.
+
+    Args:
+        world_size (`int`): Ranks of the run. A single one knows at once; several add up a number in each step.
+    """
+
+    def __init__(self, world_size: int = 1):
+        self.world_size = world_size
+        self.received: signal.Signals | None = None
+        self.stopping = False
+        self._first = 0.0
+        self._agreed: HostCopy | None = None
+        self._before: dict[signal.Signals, Any] = {}
+        self._wakeup_before = -1
+        self._pipe: tuple[int, int] | None = None
+        self._thread: threading.Thread | None = None
+
+    def install(self) -> None:
+        """Take over both signals until [`remove`] (in the main thread; elsewhere they stay as they are)."""
+        self.received, self.stopping, self._agreed = None, False, None
+        if threading.current_thread() is not threading.main_thread():
+            logger.warning("Training runs outside the main thread, where signals cannot be handled: none is.")
+            return
+        # Python runs a handler only between two instructions of the main thread, which may hang in a collective; the
+        # byte that the interpreter writes for each signal is read by a thread, so that a second signal always ends it.
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[1], False)
+        self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        for number in SIGNALS:
+            self._before[number] = signal.signal(number, lambda *_: None)
+        self._thread = threading.Thread(target=self._read, args=(self._pipe[0],), name="interrupts", daemon=True)
+        self._thread.start()
+
+    def remove(self) -> None:
+        """Give the signals back."""
+        if self._pipe is None:
+            return
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        os.close(self._pipe[1])
+        if self._thread is not None:
+            self._thread.join()
+        self._before, self._pipe, self._thread = {}, None, None
+
+    def pass_on(self) -> None:
+        """Send a signal that came too late to end the run (in its last step, say) to whoever handles it now."""
+        if self.received is not None and not self.stopping:
+            signal.raise_signal(self.received)
+
+    def _read(self, descriptor: int) -> None:
+        while number := os.read(descriptor, 1):
+            if number[0] in SIGNALS:
+                self._receive(signal.Signals(number[0]))
+        os.close(descriptor)
+
+    def _receive(self, number: signal.Signals) -> None:
+        now = time.monotonic()
+        if self.received is None:
+            self.received, self._first = number, now
+            logger.warning(
+                f"{number.name}: training ends after this step with a checkpoint and status {INTERRUPTED_STATUS}. "
+                "Send it once more to end at once."
+            )
+        elif now - self._first > SAME_REQUEST_S:
+            os._exit(128 + number)
+
+    def flag(self, device: torch.device | str) -> torch.Tensor:
+        """1 if this rank knows of a signal, to be added up over the ranks together with something else."""
+        return torch.full((), float(self.received is not None), device=device)
+
+    def agree(self, total: torch.Tensor) -> None:
+        """Take the sum of the flags, which the host reads at the end of the step, when it has long arrived."""
+        self._agreed = HostCopy(total)
+
+    def _is_agreed(self) -> bool:
+        if self.world_size == 1:
+            return self.received is not None
+        return self._agreed is not None and self._agreed.read().item() > 0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step < state.max_steps and self._is_agreed():
+            if control.should_evaluate:
+                logger.warning(f"The evaluation that is due at step {state.global_step} is left out.")
+            self.stopping, control.should_evaluate = True, False
+            control.should_save = control.should_training_stop = True
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        # Everything that waits for a checkpoint has been called for this one by now. What Trainer does at the end of
+        # a finished run (reload the best checkpoint, delete the others) must not happen to one that goes on later.
+        if self.stopping:
+            raise TrainingInterrupted(state.global_step)
+
+
+__all__ = ["INTERRUPTED_STATUS", "Interrupts", "TrainingInterrupted"]

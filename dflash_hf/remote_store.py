@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints at an fsspec address (`s3://`, `gs://`, ...): complete once their manifest, written last, is there.
+
+Credentials come from where the file system's own package looks for them (environment, configuration files, roles);
+they are no part of an address. Nothing that is fetched is unpickled without `weights_only`.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from transformers.utils import logging
+
+from .checkpointing import ASIDE_PREFIX, MANIFEST_NAME, make_manifest, manifest_problems, publish, step_of
+
+
+logger = logging.get_logger(__name__)
+
+# Protocols without folders, where making one may make the bucket: one that is gone must not come back in silence.
+OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "r2", "memory"}
+# Values of these are cut out of what a file system says of itself.
+SECRET_VARIABLE = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL", re.IGNORECASE)
+
+
+def is_remote(address: Any) -> bool:
+    """Whether an address names a protocol, such as `s3://`."""
+    return isinstance(address, str) and "://" in address
+
+
+def check_address(address: str) -> None:
+    """Raises for an address that carries credentials, or whose protocol no installed package serves.
+
+    Raises:
+        ValueError: Without repeating what may be a secret.
+        ImportError: Naming the package to install.
+    """
+    protocol, _, rest = address.partition("://")
+    if "@" in rest or "?" in rest:
+        raise ValueError(
+            f"The {protocol}:// address of the checkpoints holds credentials or a query, which would be written into "
+            "every checkpoint and log. Put them into the environment or the configuration file of its package."
+        )
+    fsspec.get_filesystem_class(protocol)
+
+
+def without_secrets(text: str) -> str:
+    """A text, cut to 300 characters, without the values of environment variables that hold secrets."""
+    for name, value in os.environ.items():
+        if len(value) >= 8 and SECRET_VARIABLE.search(name):
+            text = text.replace(value, "<" + name + ">")
+    return " ".join(text.split())[:300]
+
+
+def describe(error: BaseException) -> str:
+    """Kind and text of an error, without secrets."""
+    return without_secrets(f"{type(error).__name__}: {error}")
+
+
+def upload_checkpoint(folder: Path, address: str, keep_on: Callable[[], bool] = lambda: True) -> None:
+    """Copy a complete checkpoint to `<address>/<its name>`, its manifest with hashes last.
+
+    Args:
+        folder: The local checkpoint, complete.
+        address: Of the folder of checkpoints.
+        keep_on: Asked before each file; False gives up.
+
+    Raises:
+        Exception: Whatever the file system raises; then no manifest is there.
+    """
+    system, root = fsspec.core.url_to_fs(f"{address.rstrip('/')}/{folder.name}")
+    manifest = make_manifest(folder, with_hashes=True)
+    # Listings are cached, and another process may have written since.
+    system.invalidate_cache()
+    if system.exists(f"{root}/{MANIFEST_NAME}"):
+        system.rm_file(f"{root}/{MANIFEST_NAME}")
+    for name, entry in manifest["files"].items():
+        if not keep_on():
+            raise InterruptedError(f"{folder.name} is not wanted any more")
+        if address.partition("://")[0] not in OBJECT_STORES:
+            system.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
+        system.put_file(str(folder / name), f"{root}/{name}")
+        size = system.info(f"{root}/{name}")["size"]
+        if size != entry["size"]:
+            raise OSError(f"{name} arrived with {size} bytes instead of {entry['size']}")
+    system.pipe_file(f"{root}/{MANIFEST_NAME}", json.dumps(manifest, indent=1).encode())
+
+
+def remote_steps(address: str) -> list[int]:
+    """Steps of the checkpoints at an address that have a manifest, ascending."""
+    system, root = fsspec.core.url_to_fs(address.rstrip("/"))
+    system.invalidate_cache()
+    steps = []
+    for path in system.ls(root, detail=False) if system.exists(root) else []:
+        step = step_of(path.rstrip("/"))
+        if step is not None and system.exists(f"{path.rstrip('/')}/{MANIFEST_NAME}"):
+            steps.append(step)
+    return sorted(steps)
+
+
+def fetch_checkpoint(address: str, output_dir: str | Path) -> Path:
+    """Copy a checkpoint from an address into a folder, checked by its hashes.
+
+    Args:
+        address: Of one checkpoint-N, or of a folder of them, of which the newest complete one is taken.
+        output_dir: Where `checkpoint-N` is put, unless the same one is there already.
+
+    Returns:
+        The local checkpoint.
+
+    Raises:
+        ValueError: There is none, or it is incomplete.
+    """
+    address = address.rstrip("/")
+    if step_of(address) is None:
+        steps = remote_steps(address)
+        if not steps:
+            raise ValueError(
+                f"{address} holds no complete checkpoint: no checkpoint-N with a {MANIFEST_NAME}. Look at the "
+                "address, or leave resume_from_checkpoint out to start anew."
+            )
+        address = f"{address}/checkpoint-{steps[-1]}"
+    system, root = fsspec.core.url_to_fs(address)
+    try:
+        manifest = json.loads(system.cat_file(f"{root}/{MANIFEST_NAME}"))
+    except FileNotFoundError:
+        raise ValueError(f"{address} has no {MANIFEST_NAME}, which is written last: it is incomplete.") from None
+    final = Path(output_dir) / Path(root).name
+    if _is_there(final, manifest):
+        logger.warning(f"{final} is the same as {address} and used.")
+        return final
+    aside = final.with_name(f"{ASIDE_PREFIX}{final.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    for name in manifest["files"]:
+        path = aside / name
+        if not path.resolve().is_relative_to(aside.resolve()):
+            raise ValueError(f"The manifest of {address} names {name!r}, which is outside the checkpoint.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        system.get_file(f"{root}/{name}", str(path))
+    (aside / MANIFEST_NAME).write_text(json.dumps(manifest, indent=1) + "\n")
+    problems = manifest_problems(aside)
+    if problems:
+        shutil.rmtree(aside)
+        raise ValueError(f"{address} is not what its manifest says: {'; '.join(problems)}. Take an older one.")
+    publish(aside, final)
+    return final
+
+
+def _is_there(folder: Path, manifest: dict[str, Any]) -> bool:
+    if not folder.is_dir() or manifest_problems(folder):
+        return False
+    return make_manifest(folder, with_hashes=True)["files"] == manifest["files"]
+
+
+__all__ = ["check_address", "fetch_checkpoint", "is_remote", "remote_steps", "upload_checkpoint"]

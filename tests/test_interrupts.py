@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signals are taken during training only, and what they ask for is what a resumed run goes on from."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from runs import make_documents, make_trainer
+from tiny import dense_target
+from transformers import TrainerCallback
+
+from dflash_hf.interrupts import INTERRUPTED_STATUS, Interrupts, TrainingInterrupted
+
+
+@pytest.fixture(scope="module")
+def target():
+    return dense_target()
+
+
+class Send(TrainerCallback):
+    """Sends a signal to this process while a step runs."""
+
+    def __init__(self, step: int, number=signal.SIGTERM):
+        self.step, self.number = step, number
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step - 1:
+            os.kill(os.getpid(), self.number)
+            time.sleep(0.1)
+
+
+def folders(path) -> list[str]:
+    return sorted(folder.name for folder in path.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_step_is_finished_saved_and_the_status_is_distinct(target, tmp_path, number):
+    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    trainer = make_trainer(tmp_path, target, callbacks=[Send(3, number)], save_strategy="no")
+    with pytest.raises(SystemExit) as caught:
+        trainer.train()
+    assert isinstance(caught.value, TrainingInterrupted)
+    assert caught.value.code == INTERRUPTED_STATUS == 75 and caught.value.step == 3
+    assert folders(tmp_path) == ["checkpoint-3"]
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
+    assert signal.set_wakeup_fd(-1) == -1
+    assert not [thread for thread in threading.enumerate() if thread.name == "interrupts"]
+    assert not trainer.is_in_train
+
+
+def test_what_a_finished_run_does_at_its_end_does_not_happen(target, tmp_path, caplog):
+    """Not the reload of the best checkpoint, nor the removal of all others but it; a due evaluation waits."""
+    trainer = make_trainer(
+        tmp_path,
+        target,
+        callbacks=[Send(3)],
+        save_steps=1,
+        save_total_limit=1,
+        eval_dataset=make_documents(2),
+        eval_strategy="steps",
+        eval_steps=1,
+        metric_for_best_model="acceptance_length",
+        load_best_model_at_end=True,
+        learning_rate=1e-9,
+    )
+    with pytest.raises(TrainingInterrupted):
+        trainer.train()
+    assert folders(tmp_path) == ["checkpoint-1", "checkpoint-3"]
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [1, 2]
+    assert any("evaluation that is due at step 3 is left out" in message for message in caplog.messages)
+
+
+def test_an_interrupt_in_the_last_step_lets_the_run_end_and_is_passed_on(target, tmp_path):
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda *_: received.append(1))
+    try:
+        trainer = make_trainer(tmp_path, target, callbacks=[Send(3)], max_steps=3)
+        trainer.train()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert received == [1] and folders(tmp_path) == ["checkpoint-3"]
+    assert any("train_loss" in entry for entry in trainer.state.log_history)
+
+
+def test_an_error_in_training_gives_the_signals_back(target, tmp_path):
+    class Fail(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise RuntimeError("broken")
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(RuntimeError, match="broken"):
+        make_trainer(tmp_path, target, callbacks=[Fail()]).train()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_training_outside_the_main_thread_takes_no_signals(target, tmp_path, caplog):
+    trainer = make_trainer(tmp_path, target, max_steps=1)
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=trainer.train)
+    thread.start()
+    thread.join()
+    assert trainer.state.global_step == 1 and signal.getsignal(signal.SIGTERM) is before
+    assert any("outside the main thread" in message for message in caplog.messages)
+
+
+def test_several_ranks_stop_once_the_sum_of_their_flags_says_so():
+    class Control:
+        should_evaluate = should_save = should_training_stop = False
+
+    class State:
+        global_step, max_steps = 1, 10
+
+    interrupts, control = Interrupts(world_size=2), Control()
+    interrupts.received = signal.SIGTERM
+    assert interrupts.flag("cpu").item() == 1.0
+    interrupts.agree(torch.tensor(0.0))
+    interrupts.on_step_end(None, State, control)
+    assert not control.should_training_stop
+    interrupts.received = None
+    interrupts.agree(torch.tensor(1.0))
+    interrupts.on_step_end(None, State, control)
+    assert control.should_training_stop and control.should_save

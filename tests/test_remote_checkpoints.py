@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints mirrored to an object store over HTTP on loopback: outages, wrong credentials, a bucket that is gone."""
+
+import json
+import os
+import shutil
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import boto3
+import pytest
+import torch
+from botocore.config import Config
+from moto.server import ThreadedMotoServer
+from runs import finish, make_trainer, start, train
+from tiny import dense_target
+
+import dflash_hf.remote_store
+from dflash_hf.checkpointing import MANIFEST_NAME, manifest_problems
+from dflash_hf.remote_checkpoints import RemoteCheckpointCallback, RemoteCheckpointError
+from dflash_hf.remote_store import check_address, fetch_checkpoint, remote_steps, upload_checkpoint, without_secrets
+
+
+SECRET = "planted-secret-0123456789"
+BUCKET = "drafters"
+ADDRESS = f"s3://{BUCKET}/run"
+
+
+class Store:
+    """A server of buckets that can be switched off and on at one port."""
+
+    def __init__(self):
+        self.server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        self.server.start()
+        _, self.port = self.server.get_host_and_port()
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+        self.client = boto3.client("s3", endpoint_url=self.endpoint, config=Config(retries={"max_attempts": 1}))
+
+    def down(self) -> None:
+        self.server.stop()
+
+    def up(self) -> None:
+        self.server = ThreadedMotoServer(ip_address="127.0.0.1", port=self.port, verbose=False)
+        self.server.start()
+
+    def ask(self, path: str, body: bytes = b"") -> None:
+        url = f"{self.endpoint}/moto-api/{path}"
+        urllib.request.urlopen(urllib.request.Request(url, body, {"Content-Type": "text/plain"})).read()
+
+    def names(self) -> list[str]:
+        return [entry["Key"] for entry in self.client.list_objects_v2(Bucket=BUCKET).get("Contents", [])]
+
+
+@pytest.fixture
+def store(monkeypatch):
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "HTTP_PROXY", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "planted-key-0123456789")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    # The client's own tries come on top of those here.
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    server = Store()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+    server.client.create_bucket(Bucket=BUCKET)
+    dflash_hf.remote_store.fsspec.get_filesystem_class("s3").clear_instance_cache()
+    yield server
+    server.ask("reset-auth", b"inf")
+    # The buckets outlive a server that is switched off and on.
+    server.ask("reset")
+    server.down()
+
+
+@pytest.fixture(scope="module")
+def target():
+    return dense_target()
+
+
+def mirrored(folder, target, callback, **arguments):
+    arguments = {"max_steps": 6, "save_steps": 2, **arguments}
+    return make_trainer(folder, target, callbacks=[callback], **arguments)
+
+
+def patient(**overrides) -> RemoteCheckpointCallback:
+    return RemoteCheckpointCallback(ADDRESS, **{"first_wait": 0.05, "longest_wait": 0.1, **overrides})
+
+
+def weights(trainer) -> dict:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def assert_equal(one: dict, other: dict) -> None:
+    for name, parameter in other.items():
+        assert torch.equal(one[name], parameter), name
+
+
+def test_each_checkpoint_arrives_and_one_restored_elsewhere_resumes_bit_identically(store, target, tmp_path):
+    class Slow(RemoteCheckpointCallback):
+        def on_save(self, args, state, control, **kwargs):
+            super().on_save(args, state, control, **kwargs)
+            deadline = time.monotonic() + 30
+            while len(self.arrived) < state.global_step // 2 and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+    callback = Slow(ADDRESS)
+    trainer = mirrored(tmp_path / "here", target, callback)
+    trainer.train()
+    assert callback.arrived == ["checkpoint-2", "checkpoint-4", "checkpoint-6"] and callback.missing is None
+    assert remote_steps(ADDRESS) == [2, 4, 6]
+    manifest = json.loads(
+        store.client.get_object(Bucket=BUCKET, Key=f"run/checkpoint-4/{MANIFEST_NAME}")["Body"].read()
+    )
+    assert all(len(entry["sha256"]) == 64 for entry in manifest["files"].values())
+    assert not [key for key in store.names() if key.endswith("training_args.bin")]
+    assert not list((tmp_path / "here").glob("_*")) and not _threads()
+
+    elsewhere = make_trainer(tmp_path / "there", target, max_steps=6, save_steps=2)
+    elsewhere.train(resume_from_checkpoint=f"{ADDRESS}/checkpoint-4")
+    assert elsewhere._initial_global_step == 4
+    assert_equal(weights(elsewhere), weights(trainer))
+    assert manifest_problems(tmp_path / "there" / "checkpoint-4") == []
+    newest = make_trainer(tmp_path / "newest", target, max_steps=7, save_steps=2, remote_checkpoint_dir=ADDRESS)
+    newest.train(resume_from_checkpoint=True)
+    assert newest._initial_global_step == 6
+
+
+def _threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name in ("remote-checkpoints", "interrupts")]
+
+
+def test_an_outage_in_the_middle_does_not_stop_training(store, target, tmp_path, caplog):
+    """The store goes down before the second checkpoint and comes back at the end."""
+
+    class Outage(RemoteCheckpointCallback):
+        def on_save(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                store.down()
+            super().on_save(args, state, control, **kwargs)
+            if state.global_step == 4:
+                time.sleep(0.3)
+
+        def on_train_end(self, args, state, control, **kwargs):
+            store.up()
+
+    callback = Outage(ADDRESS, first_wait=0.05, longest_wait=0.1)
+    trainer = mirrored(tmp_path, target, callback)
+    trainer.train()
+    assert trainer.state.global_step == 6 and callback.arrived[-1] == "checkpoint-6"
+    assert any("checkpoint-4 could not be copied" in m and "trying again" in m for m in caplog.messages)
+    assert any("newer one takes its place" in m for m in caplog.messages)
+    plain = make_trainer(tmp_path / "plain", target, max_steps=6, save_strategy="no")
+    plain.train()
+    assert_equal(weights(trainer), weights(plain))
+
+
+@pytest.mark.parametrize("fault", ["down", "no bucket"])
+def test_a_store_that_never_answers_ends_in_an_error_after_training(store, target, tmp_path, fault, caplog):
+    if fault == "down":
+        store.down()
+    else:
+        store.client.delete_bucket(Bucket=BUCKET)
+    trainer = mirrored(tmp_path, target, patient(final_attempts=2))
+    with pytest.raises(RemoteCheckpointError, match=r"checkpoint-6 never arrived at s3://drafters/run.*output_dir"):
+        trainer.train()
+    assert trainer.state.global_step == 6 and manifest_problems(tmp_path / "checkpoint-6") == []
+    assert not _threads() and not list(tmp_path.glob("_*"))
+    plain = make_trainer(tmp_path / "plain", target, max_steps=6, save_strategy="no")
+    plain.train()
+    assert_equal(weights(trainer), weights(plain))
+    if fault == "down":
+        store.up()
+
+
+@pytest.mark.parametrize("told_by", ["the store", "a talkative store"])
+def test_wrong_credentials_end_in_an_error_that_does_not_repeat_them(
+    store, target, tmp_path, monkeypatch, caplog, told_by
+):
+    def forbidden(self, *args, **kwargs):
+        raise PermissionError(f"The key {os.environ['AWS_ACCESS_KEY_ID']} with {SECRET} is not known")
+
+    store.ask("reset-auth", b"0")
+    if told_by == "a talkative store":
+        monkeypatch.setattr(dflash_hf.remote_store.fsspec.get_filesystem_class("s3"), "exists", forbidden)
+    trainer = mirrored(tmp_path, target, patient(final_attempts=1))
+    with pytest.raises(RemoteCheckpointError):
+        trainer.train()
+    text = "\n".join(caplog.messages)
+    assert "PermissionError: " in text
+    assert told_by == "the store" or "The key <AWS_ACCESS_KEY_ID> with <AWS_SECRET_ACCESS_KEY> is not known" in text
+    assert SECRET not in text and "planted-key" not in text
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            assert not any(word in path.read_bytes() for word in (SECRET.encode(), b"planted-key")), path
+
+
+def train_mirrored(folder: str, stall: str = "", **kwargs) -> None:
+    """Target of a process; `stall` names a file during whose upload it waits to be killed."""
+    if stall:
+        system = dflash_hf.remote_store.fsspec.get_filesystem_class("s3")
+        original = system.put_file
+
+        def put_file(self, local, remote, *args, **options):
+            if remote.endswith(stall):
+                Path(folder, "stalled").write_text("")
+                time.sleep(600)
+            return original(self, local, remote, *args, **options)
+
+        system.put_file = put_file
+    train(folder, remote_checkpoint_dir=ADDRESS, **kwargs)
+
+
+def test_a_run_killed_during_an_upload_goes_on_from_what_arrived_before(store, target, tmp_path):
+    """The unfinished copy has no manifest, so it is not there."""
+    processes = start(
+        train_mirrored,
+        str(tmp_path),
+        stall="checkpoint-4/optimizer.pt",
+        max_steps=8,
+        log=tmp_path / "log",
+        seconds=0.5,
+        save_steps=2,
+    )
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "stalled").exists():
+        assert time.monotonic() < deadline and processes[0].is_alive()
+        time.sleep(0.01)
+    processes[0].kill()
+    finish(processes)
+    assert remote_steps(ADDRESS) == [2] and any("checkpoint-4/" in key for key in store.names())
+    # The machine is gone with its disk.
+    shutil.rmtree(tmp_path / "run")
+    resumed = start(train_mirrored, str(tmp_path), resume=True, log=tmp_path / "log", save_steps=2, max_steps=8)
+    assert finish(resumed) == [0]
+    assert remote_steps(ADDRESS)[-1] == 8
+    plain = make_trainer(tmp_path / "plain", target, max_steps=8, save_strategy="no")
+    plain.train()
+    ended = torch.load(tmp_path / "final-0.pt")
+    assert ended["losses"] == [entry["loss"] for entry in plain.state.log_history if "loss" in entry]
+    assert_equal(ended["parameters"], weights(plain))
+
+
+def test_an_upload_that_fails_ends_a_process_with_a_status(store, tmp_path):
+    store.client.delete_bucket(Bucket=BUCKET)
+    processes = start(train_without_a_bucket, str(tmp_path), log=tmp_path / "log")
+    assert finish(processes) == [1]
+    assert "checkpoint-2 never arrived" in (tmp_path / "log").read_text()
+
+
+def train_without_a_bucket(folder: str) -> None:
+    """Target of a process: the last checkpoint never arrives."""
+    mirrored(Path(folder) / "run", dense_target(), patient(final_attempts=1), max_steps=2).train()
+
+
+# The store itself
+
+
+@pytest.fixture
+def checkpoint(target, tmp_path):
+    make_trainer(tmp_path / "local", target, max_steps=1, save_steps=1).train()
+    return tmp_path / "local" / "checkpoint-1"
+
+
+@pytest.mark.parametrize("address", ["memory://mirror/run", "s3"])
+def test_a_checkpoint_comes_back_as_it_was_sent(store, checkpoint, tmp_path, address):
+    address = ADDRESS if address == "s3" else address
+    upload_checkpoint(checkpoint, address)
+    fetched = fetch_checkpoint(address, tmp_path / "fetched")
+    for path in checkpoint.iterdir():
+        if path.name not in (MANIFEST_NAME, "training_args.bin"):
+            assert (fetched / path.name).read_bytes() == path.read_bytes(), path.name
+    before = (fetched / "model.safetensors").stat().st_ino
+    assert fetch_checkpoint(f"{address}/checkpoint-1/", tmp_path / "fetched") == fetched
+    assert (fetched / "model.safetensors").stat().st_ino == before
+
+
+def test_a_byte_that_changed_on_the_way_is_found(store, checkpoint, tmp_path):
+    upload_checkpoint(checkpoint, ADDRESS)
+    data = bytearray((checkpoint / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    store.client.put_object(Bucket=BUCKET, Key="run/checkpoint-1/model.safetensors", Body=bytes(data))
+    with pytest.raises(ValueError, match=r"model\.safetensors has another hash"):
+        fetch_checkpoint(ADDRESS, tmp_path / "fetched")
+    assert not list((tmp_path / "fetched").iterdir())
+
+
+def test_a_checkpoint_without_a_manifest_is_not_there(store, checkpoint, tmp_path):
+    upload_checkpoint(checkpoint, ADDRESS)
+    store.client.delete_object(Bucket=BUCKET, Key=f"run/checkpoint-1/{MANIFEST_NAME}")
+    with pytest.raises(ValueError, match="holds no complete checkpoint"):
+        fetch_checkpoint(ADDRESS, tmp_path / "fetched")
+    with pytest.raises(ValueError, match=f"has no {MANIFEST_NAME}"):
+        fetch_checkpoint(f"{ADDRESS}/checkpoint-1", tmp_path / "fetched")
+
+
+def test_a_manifest_that_names_files_outside_is_refused(store, checkpoint, tmp_path):
+    upload_checkpoint(checkpoint, ADDRESS)
+    key = f"run/checkpoint-1/{MANIFEST_NAME}"
+    manifest = json.loads(store.client.get_object(Bucket=BUCKET, Key=key)["Body"].read())
+    manifest["files"]["../../escaped"] = {"size": 1}
+    store.client.put_object(Bucket=BUCKET, Key=key, Body=json.dumps(manifest))
+    with pytest.raises(ValueError, match="outside the checkpoint"):
+        fetch_checkpoint(ADDRESS, tmp_path / "fetched")
+
+
+@pytest.mark.parametrize("address", ["s3://key:secret@bucket/run", "s3://bucket/run?X-Amz-Signature=1"])
+def test_an_address_with_credentials_is_refused_without_repeating_them(target, tmp_path, address):
+    with pytest.raises(ValueError, match="holds credentials or a query") as caught:
+        make_trainer(tmp_path, target, remote_checkpoint_dir=address)
+    assert "secret" not in str(caught.value) and "Signature" not in str(caught.value)
+
+
+def test_an_unknown_protocol_is_an_error_at_the_start():
+    with pytest.raises(ValueError, match="Protocol not known: nosuch"):
+        check_address("nosuch://bucket/run")
+
+
+def test_secrets_of_the_environment_are_cut_out(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_planted_token")
+    monkeypatch.setenv("HOME_PAGE", "not-a-secret")
+    assert without_secrets("hf_planted_token at not-a-secret") == "<HF_TOKEN> at not-a-secret"
