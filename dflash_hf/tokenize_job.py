@@ -143,7 +143,7 @@ def _settings(job: Job) -> dict[str, Any]:
     return {
         **tokenizer_identity(job.tokenizer),
         "tokenizer_hash": tokenizer_hash(job.tokenizer),
-        "completions": job.address,
+        "completions": job.address.rstrip("/") or job.address,
         "options": dataclasses.asdict(job.options),
     }
 
@@ -151,10 +151,19 @@ def _settings(job: Job) -> dict[str, Any]:
 def _check_settings(writer: ShardWriter, output: str, settings: dict[str, Any]) -> None:
     path = f"{writer.root}/{SETTINGS_NAME}"
     with explained(output, "Reading"):
-        earlier = json.loads(writer.fs.cat_file(path)) if writer.fs.exists(path) else None
-    if earlier is None:
+        content = writer.fs.cat_file(path) if writer.fs.exists(path) else None
+    if content is None:
         writer.write_json(SETTINGS_NAME, settings)
         return
+    try:
+        earlier = json.loads(content)
+        if not isinstance(earlier, dict) or not isinstance(earlier.get("options"), dict):
+            raise ValueError("it has no options")
+    except ValueError as error:
+        raise ValueError(
+            f"{output}/{SETTINGS_NAME}, which says how the documents there were made, cannot be read ({error}). "
+            "If they were made by this very command, remove that file; otherwise name another output."
+        ) from error
     flat, old = ({**s, **s["options"]} for s in (settings, earlier))
     changed = [f"{key}: {old.get(key)!r} then, {flat.get(key)!r} now" for key in flat if flat[key] != old.get(key)]
     changed = [line for line in changed if not line.startswith("options: ")]
@@ -168,14 +177,17 @@ def _check_settings(writer: ShardWriter, output: str, settings: dict[str, Any]) 
 def _finished(writer: ShardWriter, files: list[SourceFile]) -> dict[str, dict[str, Any]]:
     """Records of the files that earlier runs finished and that have not changed since."""
     with explained(writer.root, "Listing"):
-        present = set(writer.fs.find(f"{writer.root}/train")) if writer.fs.exists(f"{writer.root}/train") else set()
+        folders = [f"{writer.root}/{split}" for split in ("train", "eval")]
+        present = {path for folder in folders if writer.fs.exists(folder) for path in writer.fs.find(folder)}
     done = [file for file in files if writer.shard_path(file, "train") in present]
     with ThreadPoolExecutor(16) as threads:
         records = list(threads.map(lambda file: read_record(writer.fs, writer.shard_path(file, "train")), done))
     return {
         file.name: record
         for file, record in zip(done, records, strict=True)
-        if record is not None and (record["size"], record["version"]) == (file.size, file.version)
+        if record is not None
+        and (record["size"], record["version"]) == (file.size, file.version)
+        and all(f"{writer.root}/{shard}" in present for shard in record["shards"].values())
     }
 
 
