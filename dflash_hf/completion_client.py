@@ -7,6 +7,7 @@ import os
 import random
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -33,6 +34,9 @@ class CompletionServer:
         timeout: Seconds without a byte from the server after which a request is given up and sent again.
         retries: How often a request that fails is sent again: on connection errors, timeouts, 429 and 5xx.
         first_wait: Seconds before the first retry, doubled for each further one, unless the server says how long.
+
+    Raises:
+        ValueError: The address is none of HTTP or holds credentials, or OPENAI_API_KEY cannot be sent.
     """
 
     url: str
@@ -40,8 +44,18 @@ class CompletionServer:
     retries: int = 8
     first_wait: float = 1.0
 
+    def __post_init__(self) -> None:
+        address = urllib.parse.urlsplit(self.url)
+        # Neither is repeated: it would stand in every log.
+        if "@" in address.netloc or address.query:
+            raise ValueError("The server's address holds credentials or a query: give the key as OPENAI_API_KEY.")
+        if address.scheme not in ("http", "https") or not address.netloc:
+            raise ValueError(f"The server is {self.url!r}, expected an address such as 'http://127.0.0.1:8000/v1'.")
+        if not (_key().isascii() and _key().isprintable()):
+            raise ValueError("OPENAI_API_KEY holds characters that no HTTP header may hold: set it again.")
+
     def answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The first choice of the answer to a chat completion request.
+        """The first choice of the answer to a chat completion request, with the answer's `usage`.
 
         Raises:
             AnswerError: The server refuses the request, or has failed `retries` + 1 times.
@@ -65,7 +79,7 @@ class CompletionServer:
 
     def _ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
+        if key := _key():
             headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(
             f"{self.url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers, method="POST"
@@ -73,9 +87,11 @@ class CompletionServer:
         with urllib.request.urlopen(request, timeout=self.timeout) as response:
             answer = json.load(response)
         choices = answer.get("choices") if isinstance(answer, dict) else None
-        if not choices or not isinstance(choices[0].get("message"), dict):
+        first = choices[0] if isinstance(choices, list) and choices else None
+        if not isinstance(first, dict) or not isinstance(first.get("message"), dict):
             raise ValueError(f"the answer has no message: {str(answer)[:200]}")
-        return choices[0]
+        usage = answer.get("usage")
+        return {**first, "usage": usage if isinstance(usage, dict) else {}}
 
     def answer_all(
         self, bodies: Iterable[tuple[int, Mapping[str, Any]]], concurrency: int
@@ -106,6 +122,11 @@ class CompletionServer:
                         yield number, future.result() if error is None else error
             finally:
                 threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _key() -> str:
+    # Files of variables often leave a line end on the last value.
+    return os.environ.get("OPENAI_API_KEY", "").strip()
 
 
 def _retry_after(value: str | None) -> float | None:

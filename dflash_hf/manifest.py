@@ -27,6 +27,8 @@ from .sources import explained, open_filesystem
 logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.json"
+# Written before the first shard: what the documents of a folder depend on besides the files.
+SETTINGS_NAME = "settings.json"
 # Documents of a shard that are held at once.
 BATCH_DOCUMENTS = 256
 FORMAT = "dflash_hf documents 1"
@@ -69,14 +71,21 @@ def read_manifest(address: str | os.PathLike, storage_options: Mapping[str, Any]
     """The manifest of a folder of documents, or None where there is none.
 
     Raises:
-        ValueError: The manifest is of another kind or version.
+        ValueError: The manifest is of another kind or version, or the run that makes the folder has not ended.
     """
     fs, root = open_filesystem(address, storage_options)
     path = f"{root.rstrip('/')}/{MANIFEST_NAME}"
     with explained(address, "Reading"):
-        if not fs.exists(path):
-            return None
-        content = fs.cat_file(path)
+        content = fs.cat_file(path) if fs.exists(path) else None
+        settings = f"{root.rstrip('/')}/{SETTINGS_NAME}"
+        begun = fs.cat_file(settings) if content is None and fs.exists(settings) else b""
+    if FORMAT.encode() in begun:
+        raise ValueError(
+            f"{address} has a {SETTINGS_NAME} but no {MANIFEST_NAME}: the run of tokenize_completions.py that makes "
+            "it has not ended. Start the same command again; it goes on where it stopped."
+        )
+    if content is None:
+        return None
     try:
         manifest = json.loads(content)
     except ValueError as error:

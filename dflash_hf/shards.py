@@ -103,6 +103,11 @@ class ShardWriter:
         Path(temporary).write_bytes(text.encode("utf-8", "backslashreplace"))
         self.publish(temporary, f"{self.root}/{name}")
 
+    def remove(self, name: str) -> None:
+        with _named_errors(self.root):
+            if self.fs.exists(f"{self.root}/{name}"):
+                self.fs.rm_file(f"{self.root}/{name}")
+
     def clean(self) -> None:
         """Removes what killed runs left aside."""
         if self.is_local:

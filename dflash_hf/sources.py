@@ -236,5 +236,7 @@ def _parse_line(line: bytes) -> dict | RowError:
     except RecursionError:
         return RowError("nested too deeply", f"the line is nested too deeply to be read: {line[:80]!r}.")
     if not isinstance(row, dict):
-        return RowError("not JSON", f"expected a JSON object, got {type(row).__name__} (one object per line): {line[:80]!r}.")
+        return RowError(
+            "not JSON", f"expected a JSON object, got {type(row).__name__} (one object per line): {line[:80]!r}."
+        )
     return row
