@@ -19,10 +19,16 @@ from typing import Any
 # Answers that a later request may turn into a better one.
 RETRIED_STATUSES = (408, 409, 425, 429)
 LONGEST_WAIT = 60.0
+# So many prompts in a row may fail by themselves after others were answered.
+FEWEST_FAILURES = 8
 
 
 class AnswerError(RuntimeError):
     """A prompt stays unanswered; says what the server did."""
+
+
+class RefusedError(AnswerError):
+    """The server answers, but not this prompt."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class CompletionServer:
             except urllib.error.HTTPError as error:
                 failure = f"status {error.code}: {error.read(300).decode(errors='replace')}"
                 if error.code < 500 and error.code not in RETRIED_STATUSES:
-                    raise AnswerError(f"the server refused the request ({failure})") from error
+                    raise RefusedError(f"the server refused the request ({failure})") from error
                 pause = _retry_after(error.headers.get("Retry-After")) or pause
             # A closed connection, a stall, or half an answer.
             except (OSError, http.client.HTTPException, ValueError) as error:
@@ -99,11 +105,12 @@ class CompletionServer:
         """Answers to numbered requests in the order they come, at most `concurrency` asked at once.
 
         Raises:
-            AnswerError: Nothing was answered while as many requests failed as are asked at once.
+            AnswerError: Nothing was answered from the start while as many requests failed as are asked at once, or
+                the server, once it had answered, let as many fail one after the other: it is gone.
         """
         remaining = iter(bodies)
         pending: dict[Future, int] = {}
-        failed, answered = 0, 0
+        failed_in_a_row, has_answered = 0, False
         with ThreadPoolExecutor(concurrency) as threads:
             try:
                 while True:
@@ -116,9 +123,13 @@ class CompletionServer:
                         number, error = pending.pop(future), future.exception()
                         if error is not None and not isinstance(error, AnswerError):
                             raise error
-                        failed, answered = failed + (error is not None), answered + (error is None)
-                        if error is not None and not answered and failed >= concurrency:
-                            raise AnswerError(f"Nothing at {self.url} answers: {error}") from error
+                        has_answered |= error is None
+                        # A server that refuses prompts is there; one that has refused all of them is of no use.
+                        is_failure = error is not None and not (has_answered and isinstance(error, RefusedError))
+                        failed_in_a_row = failed_in_a_row + 1 if is_failure else 0
+                        if failed_in_a_row >= (max(concurrency, FEWEST_FAILURES) if has_answered else concurrency):
+                            more = " any more" if has_answered else ""
+                            raise AnswerError(f"Nothing at {self.url} answers{more}: {error}") from error
                         yield number, future.result() if error is None else error
             finally:
                 threads.shutdown(wait=False, cancel_futures=True)

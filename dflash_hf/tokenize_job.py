@@ -145,7 +145,7 @@ def _settings(job: Job) -> dict[str, Any]:
     return {
         **tokenizer_identity(job.tokenizer),
         "tokenizer_hash": tokenizer_hash(job.tokenizer),
-        "completions": job.address.rstrip("/") or job.address,
+        "completions": job.address.rstrip("/") if "://" in job.address else os.path.normpath(job.address),
         "options": dataclasses.asdict(job.options),
     }
 

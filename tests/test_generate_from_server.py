@@ -254,6 +254,25 @@ def test_a_server_that_is_not_there_ends_the_run(server, tmp_path):
     assert sum(server.asked.values()) < 40
 
 
+def test_a_server_that_goes_away_ends_the_run_and_what_is_answered_stays(server, tmp_path):
+    texts = [*(f"fine {number}" for number in range(10)), *(f"down {number}" for number in range(200))]
+    path = write_prompts(tmp_path, texts)
+    server.is_down = True
+    with pytest.raises(AnswerError, match=r"answers any more"):
+        run(server, path, retries=0, concurrency=2)
+    assert sum(server.asked.values()) < 40
+    server.is_down = False
+    status, rows = run(server, path)
+    assert status == 0 and [row["messages"][0]["content"] for row in rows] == texts
+    assert all(server.asked[text] == 1 for text in texts[:10])
+
+
+def test_refused_prompts_alone_end_no_run(server, tmp_path):
+    texts = ["fine 1", *(f"refused {number}" for number in range(30)), "fine 2"]
+    status, rows = run(server, write_prompts(tmp_path, texts), concurrency=1)
+    assert status == 1 and [row["messages"][0]["content"] for row in rows] == ["fine 1", "fine 2"]
+
+
 def test_a_killed_run_goes_on(server, tmp_path):
     texts = [f"slow {number}" for number in range(60)]
     path = write_prompts(tmp_path, texts)
