@@ -212,6 +212,7 @@ class TestFiles:
             ("a.jsonl.gz", zstd(lines(ROWS[:1])) + zstd(lines(ROWS[1:]))),
             ("a.parquet", gzip.compress(lines(ROWS))),
         ],
+        ids=["crlf", "mark", "mark-alone", "gzip", "gzips", "zstd", "zstds-as-gzip", "gzip-as-parquet"],
     )
     def test_a_file_is_what_it_holds_whatever_its_name(self, tmp_path, name, content):
         source(tmp_path, **{name.replace(".", "__"): content})
