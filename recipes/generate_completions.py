@@ -462,3 +462,5 @@ if __name__ == "__main__":
         sys.exit(main(HfArgumentParser(CompletionArguments).parse_args_into_dataclasses()[0]))
     except (ValueError, OSError, AnswerError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted: what is answered stays, and the same command goes on")

@@ -147,4 +147,7 @@ def main(arguments: TokenizeArguments) -> int:
 
 if __name__ == "__main__":
     logging.set_verbosity_warning()
-    sys.exit(main(parse_config(TokenizeArguments, description=__doc__.split("\n")[0])[0]))
+    try:
+        sys.exit(main(parse_config(TokenizeArguments, description=__doc__.split("\n")[0])[0]))
+    except KeyboardInterrupt:
+        sys.exit("interrupted: what is finished stays, and the same command goes on")
