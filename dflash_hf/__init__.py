@@ -12,10 +12,13 @@ from .auto_classes import register_auto_classes
 from .configuration_dflash import DFlashDraftConfig, default_target_layer_ids
 from .conversations import read_completions, tokenize_completions, tokenize_conversation
 from .data_collator import DataCollatorForDFlash
+from .loading import load_documents
 from .modeling_dflash import DFlashDraftModel
 from .packing import PackedDataset
 from .speculators_conversion import convert_speculators
 from .target import FrozenTarget
+from .tokenize_job import tokenize_files
+from .tokenizing import TokenizeOptions
 from .trainer import DFlashTrainer
 from .training_args import DFlashTrainingArguments
 from .validation import validate_checkpoint
@@ -34,11 +37,14 @@ __all__ = [
     "DataCollatorForDFlash",
     "FrozenTarget",
     "PackedDataset",
+    "TokenizeOptions",
     "adapt",
     "convert_speculators",
     "default_target_layer_ids",
+    "load_documents",
     "read_completions",
     "tokenize_completions",
     "tokenize_conversation",
+    "tokenize_files",
     "validate_checkpoint",
 ]

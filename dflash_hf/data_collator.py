@@ -188,7 +188,8 @@ class DataCollatorForDFlash:
     in padding; `anchor_positions` [B, N], indices into the row, ascending, unused slots -1 at the end; `labels`
     [B, N, b], where slot k holds the token k after the anchor if all tokens up to it are supervised, else -100;
     `counted_slots`, a numpy array [B, N] with the number of labels of each block that count, which stays on the host;
-    `documents` (indices in the data set), `document_lengths` and `noise_seeds`, lists with one int per document.
+    `documents` (indices in the data set), `document_lengths` and `noise_seeds`, lists with one int per document; and
+    `supervised_runs`, a list of the row's unbroken supervised stretches as [start, stop) indices into the row.
 
     Args:
         block_size: slots of a block, the anchor's included.
@@ -252,7 +253,7 @@ class DataCollatorForDFlash:
                 padded[: len(row[name])] = torch.from_numpy(row[name])
         # Known here without waiting for a device: which slots meet the head.
         batch["counted_slots"] = (batch["labels"] != IGNORE_INDEX).sum(-1).numpy()
-        lists = ("documents", "document_lengths", "noise_seeds")
+        lists = ("documents", "document_lengths", "noise_seeds", "supervised_runs")
         return batch | {name: [row[name] for row in collated] for name in lists}
 
     def _collate_row(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -271,12 +272,14 @@ class DataCollatorForDFlash:
         input_ids, anchor_positions = np.concatenate(token_ids), np.concatenate(anchors)
         owners = np.repeat(np.arange(len(spans)), [len(local) for local in spans])
         row_spans = np.concatenate(spans) + offsets[owners, None]
+        starts, stops = _supervised_runs(row_spans, owners)
         return {
             "input_ids": input_ids,
             "position_ids": np.arange(len(input_ids)) - np.repeat(offsets, lengths),
             "document_ids": np.repeat(np.arange(len(lengths)), lengths),
             "anchor_positions": anchor_positions,
-            "labels": self._labels(input_ids, anchor_positions, *_supervised_runs(row_spans, owners)),
+            "labels": self._labels(input_ids, anchor_positions, starts, stops),
+            "supervised_runs": list(zip(starts.tolist(), stops.tolist(), strict=True)),
             "documents": documents,
             "document_lengths": lengths.tolist(),
             "noise_seeds": [document_seed(self.seed, epoch, document, "noise") for document in documents],

@@ -1,19 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy speculative decoding for targets that transformers' `generate` does not speculate with (hybrid ones).
+"""Speculative decoding of one prompt, greedy or sampled, for dense and hybrid targets.
 
-Shapes: n known tokens, K taps, D hidden size, b block size.
+Shapes: n tokens of the prompt, m generated ones, b block size.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import (
+    EosTokenCriteria,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MinPLogitsWarper,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from .decoding_state import DecodingState, UncachedDecodingState
 from .modeling_dflash import DFlashDraftModel
-from .target import block_inputs, check_fits
+from .sampling import Greedy, Sampling
+from .target import check_fits
 
 
 @dataclass(frozen=True)
@@ -26,21 +39,32 @@ class SpeculativeOutput:
         committed (`list[int]`): Tokens committed by each verification forward (accepted drafts and the target's own
             next token), cut at the end-of-sequence token and at the budget. They add up to `m - 1`: the first token
             is the prefill's.
+        accepted (`list[int]`): Drafts among them: one fewer, except where a cut leaves drafts alone.
     """
 
     sequences: torch.Tensor
     committed: list[int]
+    accepted: list[int]
 
 
-@torch.no_grad()
 def speculative_generate(
     target: PreTrainedModel,
     drafter: DFlashDraftModel,
     input_ids: torch.Tensor,
     max_new_tokens: int,
     eos_token_id: int | list[int] | None = None,
+    *,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    sample_drafts: bool = False,
+    generator: torch.Generator | None = None,
+    use_cache: bool = True,
 ) -> SpeculativeOutput:
-    """Generate the target's own greedy continuation, several tokens per forward of the target.
+    """Generate the target's own continuation, several tokens per forward of the target.
+
+    At temperature 0 the tokens are those of the target's greedy decoding; above it they have the distribution of the
+    target's sampling.
 
     Args:
         target (`PreTrainedModel`): A whole causal language model, dense or hybrid.
@@ -49,55 +73,130 @@ def speculative_generate(
         max_new_tokens: Budget of generated tokens, at least 1; fewer where an end-of-sequence token comes first.
         eos_token_id: One or several ids after which generation stops; None takes those of
             `target.generation_config`, an empty list stops at none.
+        temperature: Divides the logits; 0 is greedy.
+        top_p: Probability that the most likely tokens kept hold together; 1 keeps all.
+        top_k: Number of most likely tokens kept; 0 keeps all.
+        sample_drafts: Draw the drafts from the drafter's distribution instead of proposing its most likely tokens.
+        generator: Source of the sampling's randomness on the target's device; the global one by default.
+        use_cache: False reads all known tokens again in every forward, for targets whose caches cannot be rolled back.
 
     Returns:
         [`SpeculativeOutput`].
 
     Raises:
-        ValueError: When the prompt is not one row of tokens, the budget is empty or the drafter is another target's.
+        ValueError: When the prompt is not one row of tokens, the budget is empty, a sampling setting is out of range,
+            the drafter is another target's, or the target's caches cannot be rolled back.
     """
     check_drafter(target, drafter)
     check_request(input_ids, max_new_tokens)
+    sampling = Sampling.of(temperature, top_p, top_k, sample_drafts, generator)
     stop = stop_token_ids(target, eos_token_id)
-    known = input_ids.to(target.device)
+    return _decode(target, drafter, input_ids.to(target.device), max_new_tokens, stop, sampling, use_cache)
+
+
+@torch.no_grad()
+def _decode(
+    target: PreTrainedModel,
+    drafter: DFlashDraftModel,
+    known: torch.Tensor,
+    max_new_tokens: int,
+    stop: list[int],
+    sampling: Greedy | Sampling,
+    use_cache: bool = True,
+) -> SpeculativeOutput:
     limit = known.shape[1] + max_new_tokens
     committed: list[int] = []
-    with evaluation_mode(target, drafter):
-        context, predicted = _target_forward(target, drafter, known, num_predictions=1)
-        known = torch.cat([known, predicted], dim=1)
+    accepted: list[int] = []
+    state_class = DecodingState if use_cache else UncachedDecodingState
+    with evaluation_mode(target, drafter), state_class(target, drafter) as state:
+        known = torch.cat([known, sampling.first(state.prefill(known))[None].to(known.device)], dim=1)
         while known.shape[1] < limit and known[0, -1].item() not in stop:
-            # The anchor's own hidden state is not known yet: the context ends before it.
-            drafts = draft_block(target, drafter, known[:, -1:], context[:, : known.shape[1] - 1])
-            # Every round recomputes all known tokens. That is exact for recurrent states, which cannot be cropped.
-            context, predicted = _target_forward(
-                target, drafter, torch.cat([known, drafts], dim=1), num_predictions=drafts.shape[1] + 1
-            )
-            new = _accepted(drafts, predicted, limit - known.shape[1], stop)
-            known = torch.cat([known, new], dim=1)
-            committed.append(new.shape[1])
-    return SpeculativeOutput(known, committed)
+            anchor = known[:, -1:]
+            drafts, proposed_from = sampling.propose(state.draft(anchor)[None].to(known.device))
+            # The block always has b slots: how much of it fits is the cut's business.
+            logits = state.verify(anchor, drafts[0])[None].to(known.device)
+            num_accepted, tokens = sampling.verify(drafts, proposed_from, logits)
+            new = _cut(tokens[0].tolist(), int(num_accepted[0]), limit - known.shape[1], stop)
+            committed.append(len(new))
+            accepted.append(min(len(new), int(num_accepted[0])))
+            known = torch.cat([known, tokens[:, : len(new)]], dim=1)
+            state.commit(tokens[:, : len(new)])
+    return SpeculativeOutput(known, committed, accepted)
 
 
-def draft_block(
-    target: PreTrainedModel, drafter: DFlashDraftModel, anchor: torch.Tensor, context: torch.Tensor
+def _cut(tokens: list[int], num_accepted: int, budget: int, stop: list[int]) -> list[int]:
+    """The accepted drafts and the target's own token after them, cut at the budget and after a stop token."""
+    tokens = tokens[: min(num_accepted + 1, budget)]
+    end = next((i for i, token in enumerate(tokens, start=1) if token in stop), len(tokens))
+    return tokens[:end]
+
+
+def speculative_decoding(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    drafter: DFlashDraftModel | None = None,
+    sample_drafts: bool = False,
+    generator: torch.Generator | None = None,
+    **model_kwargs: Any,
 ) -> torch.Tensor:
-    """The drafter's most likely tokens for the slots after an anchor.
+    """Speculative decoding inside `generate`, which reads sampling, budget and stop tokens as it always does.
+
+        target.generate(**inputs, custom_generate=speculative_decoding, drafter=drafter, max_new_tokens=64)
 
     Args:
-        target: The target, whose embeddings and head the drafter uses.
-        drafter: The drafter.
-        anchor (`torch.Tensor` of shape `[1, 1]`): The last known token, at position n - 1.
-        context (`torch.Tensor` of shape `[1, n - 1, K * D]`): Taps of all tokens before it, on the drafter's device.
+        model: The target; `generate` gives it and the next four.
+        input_ids (`torch.Tensor` of shape `[1, n]`): The prompt.
+        logits_processor: What `generate` made of temperature, top-k, top-p and min-p.
+        stopping_criteria: Budget and end-of-sequence tokens.
+        generation_config: The settings of the call.
+        drafter: A drafter made for the target.
+        sample_drafts: As in [`speculative_generate`].
+        generator: As in [`speculative_generate`].
+        **model_kwargs: What `generate` would give to the target's forwards; a prompt needs none of it.
 
     Returns:
-        `torch.Tensor` of shape `[1, b - 1]` on the target's device.
+        The prompt and the generated tokens, `[1, n + m]`.
+
+    Raises:
+        ValueError: Without a drafter, for several or padded prompts, and for settings whose effect would be lost.
     """
-    mask_token_id = drafter.config.mask_token_id
-    assert mask_token_id is not None  # its configuration refuses that
-    table, head = target.get_input_embeddings().get_parameter("weight"), target.get_output_embeddings()
-    noise_embeds = block_inputs(table, anchor.to(table.device), mask_token_id, drafter.config.block_size)
-    hidden_states = drafter(noise_embeds.to(drafter.device, drafter.dtype), context).last_hidden_state[:, 1:]
-    return head(hidden_states.to(head.weight.device, head.weight.dtype)).argmax(dim=-1).to(anchor.device)
+    if drafter is None:
+        raise ValueError("generate was called without a drafter; pass drafter= beside custom_generate=.")
+    max_new_tokens = generation_config.max_length - input_ids.shape[1]
+    check_drafter(model, drafter)
+    check_request(input_ids, max_new_tokens)
+    _check_supported(logits_processor, stopping_criteria, generation_config, model_kwargs)
+    sampling: Greedy | Sampling = Greedy()
+    if generation_config.do_sample:
+        sampling = Sampling(logits_processor, sample_drafts, generator)
+    stop = stop_token_ids(model, generation_config.eos_token_id or [])
+    return _decode(model, drafter, input_ids, max_new_tokens, stop, sampling).sequences
+
+
+def _check_supported(
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> None:
+    """Refuse settings of `generate` whose effect would be lost."""
+    known = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+    others = [type(p).__name__ for p in processors if not (generation_config.do_sample and isinstance(p, known))]
+    others += [type(c).__name__ for c in criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
+    if generation_config.return_dict_in_generate:
+        others.append("return_dict_in_generate")
+    if others:
+        raise ValueError(
+            f"The settings of this call ask for {', '.join(others)}; speculative decoding knows temperature, top_k, "
+            "top_p and min_p (with do_sample=True), a budget and end-of-sequence tokens, and returns token ids. Leave "
+            "the others out, also in the target's generation_config."
+        )
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and not bool(mask.all()):
+        raise ValueError("The attention_mask has zeros: prompts are decoded one by one, so give them without padding.")
 
 
 def check_drafter(target: PreTrainedModel, drafter: DFlashDraftModel) -> None:
@@ -158,36 +257,4 @@ def evaluation_mode(*models: nn.Module) -> Iterator[None]:
             model.train()
 
 
-def _target_forward(
-    target: PreTrainedModel, drafter: DFlashDraftModel, input_ids: torch.Tensor, num_predictions: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Taps `[1, n, K * D]` of all tokens, and the tokens `[1, num_predictions]` that follow the last ones."""
-    layer_ids = drafter.config.target_layer_ids
-    assert layer_ids is not None  # its configuration refuses that
-    # Entry 0 is the embeddings, so entry i + 1 is the output of layer i.
-    entries = [i + 1 for i in layer_ids]
-    outputs = target(
-        input_ids=input_ids, output_hidden_states=entries, logits_to_keep=num_predictions, use_cache=False
-    )
-    taps = [outputs.hidden_states[entry].to(drafter.device, drafter.dtype) for entry in entries]
-    predicted = outputs.logits.float().argmax(dim=-1).to(input_ids.device)
-    return torch.cat(taps, dim=-1), predicted
-
-
-def _accepted(drafts: torch.Tensor, predicted: torch.Tensor, budget: int, stop: list[int]) -> torch.Tensor:
-    """The longest right prefix of the drafts and the target's own token after it, cut at budget and stop token.
-
-    Args:
-        drafts (`torch.Tensor` of shape `[1, b - 1]`): Drafted tokens.
-        predicted (`torch.Tensor` of shape `[1, b]`): The target's tokens for the same slots and one more.
-        budget: Tokens that may still be generated.
-        stop: End-of-sequence ids.
-    """
-    num_right = int((drafts == predicted[:, :-1]).cumprod(dim=1).sum())
-    # Where drafts are right they are the target's own tokens.
-    tokens = predicted[:, : min(num_right + 1, budget)]
-    end = next((i for i, token in enumerate(tokens[0].tolist(), start=1) if token in stop), tokens.shape[1])
-    return tokens[:, :end]
-
-
-__all__ = ["SpeculativeOutput", "draft_block", "speculative_generate"]
+__all__ = ["SpeculativeOutput", "speculative_decoding", "speculative_generate"]

@@ -87,6 +87,23 @@ def document_spans(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
     return numbers.astype(np.int64).reshape(-1, 2), owners
 
 
+def document_sources(documents: Documents) -> list[str] | None:
+    """What each document's `source` says it comes from, "other" where it says nothing; None where no document does."""
+    if isinstance(documents, datasets.Dataset):
+        sources = list(documents["source"]) if "source" in documents.column_names else []
+    else:
+        sources = [document.get("source") for document in documents]
+    return [str(source or "other") for source in sources] if any(sources) else None
+
+
+def with_sources(documents: datasets.Dataset, chats: Sequence[dict[str, Any]] | datasets.Dataset) -> datasets.Dataset:
+    """Documents with the `source` of the chat that each was made from, by their `row`."""
+    sources = [chat.get("source") for chat in chats]
+    if "source" in documents.column_names or not any(sources):
+        return documents
+    return documents.add_column("source", [sources[row] for row in documents["row"]])
+
+
 def _check_lengths(lengths: np.ndarray, row_length: int) -> None:
     if row_length < 1:
         raise ValueError(f"`row_length` is {row_length}, expected a positive number of tokens.")
@@ -147,7 +164,8 @@ class PackedDataset(torch.utils.data.Dataset):
     `documents`.
 
     Args:
-        documents: documents as dicts or as a `datasets.Dataset` (which stays on disk).
+        documents: documents as dicts or as a `datasets.Dataset` (which stays on disk). A `source` of each is kept for
+            reports.
         row_length: tokens that a row holds.
         seed: with the epoch, decides which of several documents of one length goes into which row.
 
@@ -160,6 +178,7 @@ class PackedDataset(torch.utils.data.Dataset):
             raise ValueError("There are no documents, expected at least one: check the data file and its filters.")
         lengths = document_lengths(documents)
         _check_lengths(lengths, row_length)
+        self._with_sources = documents
         if isinstance(documents, datasets.Dataset):
             documents = documents.select_columns(DOCUMENT_COLUMNS).with_format(None)
         self.documents = documents
@@ -177,6 +196,11 @@ class PackedDataset(torch.utils.data.Dataset):
 
     def __len__(self) -> int:
         return len(self._row_starts) - 1
+
+    @property
+    def sources(self) -> list[str] | None:
+        """What each document's `source` says it comes from, "other" where it says nothing; None where none does."""
+        return document_sources(self._with_sources)
 
     @property
     def fill_rate(self) -> float:

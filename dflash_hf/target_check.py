@@ -22,14 +22,14 @@ Reader = Callable[[torch.Tensor, Sequence[Sequence[int]]], torch.Tensor]
 
 
 def packing_fault(
-    packed: Reader, references: dict[str, Reader], target_layer_ids: Sequence[int], vocab_size: int, tokens: int
+    packed: Reader, reference: Reader, target_layer_ids: Sequence[int], vocab_size: int, tokens: int
 ) -> str | None:
     """What is wrong with a packed path, by two short documents; None if it may be used.
 
     Args:
         packed: `context_hidden_states` on the packed path.
-        references: `context_hidden_states` on paths to agree with, by what they are called.
-        target_layer_ids: Taps of all of them.
+        reference: `context_hidden_states` of each document alone.
+        target_layer_ids: Taps of both.
         vocab_size: Ids to draw from.
         tokens: Tokens of the row to check with, a third document included: those of the batches to come, so that what
             is compiled or tuned now fits them; at least `FEWEST_TOKENS`, at most one forward's.
@@ -42,12 +42,11 @@ def packing_fault(
         features = packed(ids, lengths)[0, : first + second]
     except CannotPack as reason:
         return str(reason)
-    for name, reference in references.items():
-        expected = reference(ids[:, : first + second], [[first, second]])[0]
-        for document in (slice(0, first), slice(first, None)):
-            difference = _difference(features[document], expected[document], target_layer_ids)
-            if difference:
-                return f"features differ from {name}, {difference}"
+    expected = reference(ids[:, : first + second], [[first, second]])[0]
+    for document in (slice(0, first), slice(first, None)):
+        difference = _difference(features[document], expected[document], target_layer_ids)
+        if difference:
+            return f"features differ from those of each document alone, {difference}"
     ids[0, :first] = (ids[0, :first] + 1) % vocab_size
     if not torch.equal(packed(ids, lengths)[0, first : first + second], features[first:]):
         return "a document's features change with those of the document before it"

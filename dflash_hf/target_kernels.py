@@ -5,14 +5,19 @@ Shapes: N packed tokens, C channels, H heads, Hk key heads, d head size.
 """
 
 import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib import metadata
 from itertools import groupby
+from unittest.mock import patch
 
 import torch
 from packaging.version import Version
 from torch import nn
+from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.utils.import_utils import is_flash_linear_attention_available
 
 from .target_packing import CHUNK_SIZE, PackedRow
@@ -99,6 +104,20 @@ def reference_delta_rule(
         for q, k, v, decay, b in zip(*parts, strict=True)
     ]
     return torch.cat(outputs, dim=1)
+
+
+@contextmanager
+def transformers_delta_rule() -> Iterator[None]:
+    """transformers' Qwen3.5/3.6 layers with the loop in place of a kernel.
+
+    A kernel would be tuned once more for what only a check calls, for a minute, and could not vouch for itself. The
+    layers look the rule up in their module, which offers no other way to choose it.
+    """
+    with ExitStack() as stack:
+        for module in (modeling_qwen3_5, modeling_qwen3_5_moe):
+            loop = inspect.unwrap(module.torch_chunk_gated_delta_rule)
+            stack.enter_context(patch.object(module, "torch_chunk_gated_delta_rule", loop))
+        yield
 
 
 def document_attention(

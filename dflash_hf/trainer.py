@@ -23,14 +23,16 @@ from .guards import StepGuard, check_can_learn, first_nonfinite_parameter
 from .hub_pushes import push_checkpoint, write_publishable
 from .interrupts import Interrupts, TrainingInterrupted
 from .losses import IGNORE_INDEX, BlockSums, Objective, make_objective
+from .manifest import check_documents_fit
 from .modeling_dflash import DFlashDraftModel
-from .packing import PackedDataset, RowSampler
+from .packing import PackedDataset, RowSampler, with_sources
 from .pairs import PairCallback, make_pair, pair_accelerator_args, place_target
 from .remote_checkpoints import RemoteCheckpointCallback
 from .resuming import prepare_output, resume_folder
 from .run_record import run_record, write_record
 from .target import FrozenHead, FrozenTarget
 from .training_args import DFlashTrainingArguments
+from .walk import WalkSums, walk_batch
 
 
 logger = logging.get_logger(__name__)
@@ -63,7 +65,8 @@ class DFlashTrainer(Trainer):
         data_collator (*optional*):
             Makes batches of packed rows; a [`DataCollatorForDFlash`] by default.
         train_dataset, eval_dataset (`datasets.Dataset`, `list[dict]` or `PackedDataset`, *optional*):
-            Chats (`messages`), documents (`input_ids`, `supervised_spans`) or packed rows of them.
+            Chats (`messages`), documents (`input_ids`, `supervised_spans`) or packed rows of them; a folder of either
+            is opened by [`load_documents`].
         processing_class (`PreTrainedTokenizerBase`, *optional*):
             The target's tokenizer; needed for chats.
         **kwargs:
@@ -145,6 +148,8 @@ class DFlashTrainer(Trainer):
         self.add_callback(self._interrupts)
         if args.remote_checkpoint_dir is not None:
             self.add_callback(RemoteCheckpointCallback(args.remote_checkpoint_dir))
+        self._eval_walk = WalkSums.zeros(config.block_size)
+        self._eval_sources: list[str] | None = None
 
     def _pack(self, data: Any) -> PackedDataset | None:
         """Chats or documents to packed rows, checked before any GPU time is spent."""
@@ -189,6 +194,7 @@ class DFlashTrainer(Trainer):
             )
         if len(data) == 0:
             raise ValueError("The data has no documents; expected at least one. Check the file and its filters.")
+        check_documents_fit(data, self._tokenizer, args.allow_other_template)
         columns = data.column_names if isinstance(data, Dataset) else list(data[0])
         if "messages" in columns:
             if self._tokenizer is None:
@@ -196,13 +202,14 @@ class DFlashTrainer(Trainer):
                     "The data holds chats (a `messages` column) but no tokenizer was given. Pass the target's "
                     "tokenizer as processing_class, or documents with input_ids and supervised_spans."
                 )
-            return tokenize_completions(
+            documents = tokenize_completions(
                 list(data),
                 self._tokenizer,
                 max_length=args.max_length or args.row_length,
                 enable_thinking=args.enable_thinking,
                 eos_token_ids=self.target.eos_token_ids,
             )
+            return with_sources(documents, data)
         rows = [columns] if isinstance(data, Dataset) else data
         for index, names in enumerate(rows):
             if not {"input_ids", "supervised_spans"} <= set(names):
@@ -385,7 +392,7 @@ class DFlashTrainer(Trainer):
         Args:
             model: The drafter, possibly wrapped for distributed training.
             inputs: A batch of [`DataCollatorForDFlash`].
-            return_outputs: Whether to return the drafter's output too.
+            return_outputs: Whether to return the drafter's output too, and the context that it read.
             num_items_in_batch: Normaliser of the whole optimizer step over all ranks; None for this batch's own.
 
         Returns:
@@ -406,11 +413,12 @@ class DFlashTrainer(Trainer):
             context = add_context_noise(
                 context, inputs["document_lengths"], inputs["noise_seeds"], self.args.context_noise, dtype
             )
+        context = context.to(dtype)
         loss, sums, outputs = drafter_loss(
             model,
             config,
             inputs,
-            context.to(dtype),
+            context,
             self.head,
             self.objective,
             self.args.loss_chunk_blocks,
@@ -424,13 +432,22 @@ class DFlashTrainer(Trainer):
             loss = loss * self.args.world_size / num_items_in_batch.clamp(min=1e-12)
         if model.training:
             loss = self._guard.marked(loss)
-        return (loss, outputs) if return_outputs else loss
+        return (loss, {**outputs, "context_hidden_states": context}) if return_outputs else loss
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """Loss of an evaluation batch; no logits are returned, so that none are gathered."""
         inputs = self._without_repeated_rows(self._prepare_inputs(inputs), self.args.per_device_eval_batch_size)
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss = self.compute_loss(model, inputs)
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+            if "supervised_runs" in inputs:
+                context, sources = outputs["context_hidden_states"], self._eval_sources
+                for answer in walk_batch(model, self._drafter_config, self.head, inputs, context):
+                    self._eval_walk.add(answer, None if sources is None else sources[answer.document])
+            else:
+                logger.warning_once(
+                    "The collator gives no `supervised_runs`, so no answer can be walked: the acceptance length is "
+                    "that at random anchors."
+                )
         return loss.detach(), None, None
 
     def evaluation_loop(  # type: ignore[override]
@@ -438,10 +455,14 @@ class DFlashTrainer(Trainer):
     ) -> EvalLoopOutput:
         """The parent's loop, with loss and acceptance as ratios of sums over all blocks instead of means of means."""
         self._eval_sums.values.zero_()
+        self._eval_sources = dataloader.dataset.sources if isinstance(dataloader.dataset, PackedDataset) else None
+        self._eval_walk = WalkSums.zeros(self._drafter_config.block_size or 0, sorted(set(self._eval_sources or [])))
         self.prefetcher.wait_until_idle()
         trained = self.model_wrapped is not self.model or self.is_in_train
         output = super().evaluation_loop(dataloader, description, metric_key_prefix=metric_key_prefix, **kwargs)
-        metrics = {f"{metric_key_prefix}_{k}": v for k, v in self._reduced(self._eval_sums).metrics().items()}
+        walked = self.accelerator.reduce(self._eval_walk.values.to(self.args.device), reduction="sum")
+        metrics = self._reduced(self._eval_sums).metrics() | WalkSums(walked, self._eval_walk.sources).metrics()
+        metrics = {f"{metric_key_prefix}_{k}": v for k, v in metrics.items()}
         if not trained and self.args.world_size > 1:
             # Preparing for evaluation marks the drafter as prepared, and a later train() would leave it without the
             # wrapper that adds up the gradients of all ranks.

@@ -33,6 +33,8 @@ class DFlashTrainingArguments(TrainingArguments):
             Tokens kept of each document when the data holds chats that are tokenised here; `row_length` by default.
         enable_thinking (`bool`, *optional*):
             Handed to the chat template where chats are tokenised here; the template's own default if unset.
+        allow_other_template (`bool`, *optional*, defaults to `False`):
+            Train on documents that another chat template has written than the tokenizer's, with a warning.
         context_noise (`float`, *optional*, defaults to 0.05):
             Half-width of the uniform noise on the target's hidden states in training; 0 switches it off.
         objective (`str`, *optional*, defaults to `"cross_entropy"`):
@@ -89,6 +91,9 @@ class DFlashTrainingArguments(TrainingArguments):
         default=None, metadata={"help": "Tokens kept of each document when chats are tokenised by the trainer."}
     )
     enable_thinking: bool | None = field(default=None, metadata={"help": "Handed to the chat template if given."})
+    allow_other_template: bool = field(
+        default=False, metadata={"help": "Train on documents written by another chat template, with a warning."}
+    )
     context_noise: float = field(
         default=0.05, metadata={"help": "Half-width of the uniform noise on the target's hidden states."}
     )

@@ -2,21 +2,28 @@
 """Let the target answer prompts itself: a drafter learns from text that its own target wrote.
 
     python recipes/generate_completions.py --target FOLDER_OR_ID --prompts prompts.jsonl --output completions.jsonl
+    python recipes/generate_completions.py --server http://127.0.0.1:8000/v1 --target NAME_ON_THE_SERVER ...
 
 A prompt is a line `{"prompt": "..."}` or `{"messages": [...]}`; its other fields stay in the answered row:
 
-    {"messages": [..., {"role": "assistant", "content": "..."}], "finish_reason": "stop" | "length",
-     "completion_token_ids": [...]}
+    {"messages": [..., {"role": "assistant", "content": "...", "reasoning_content": "..."}],
+     "finish_reason": "stop" | "length", "completion_token_ids": [...]}
 
 The ids are what the target wrote, with the end-of-turn token where it stopped by itself: the text tokenized again may
-give other ids. Started again with the same arguments, the command asks only the prompts that its output lacks.
+give other ids. A server gives them if it can (vLLM does); its key is read from OPENAI_API_KEY. Started again with the
+same arguments, the command asks only the prompts that its output lacks; the settings stand beside the output in
+OUTPUT.settings.json. Where prompts stay unanswered, they are named and the exit status is 1.
 """
 
+import hashlib
 import json
 import logging
+import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -29,6 +36,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from dflash_hf.completion_client import AnswerError, CompletionServer
+
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +46,7 @@ logger = logging.getLogger(__name__)
 class CompletionArguments:
     """Which target answers which prompts, and how."""
 
-    target: str = field(metadata={"help": "Folder or Hub id of the target."})
+    target: str = field(metadata={"help": "Folder or Hub id of the target, or its name on the server."})
     prompts: str = field(metadata={"help": 'JSON lines of {"prompt": "..."} or {"messages": [...]}.'})
     output: str = field(metadata={"help": "JSON lines of answered rows; what is answered there is not asked again."})
     max_new_tokens: int = field(default=512, metadata={"help": "Longest answer, in tokens."})
@@ -48,11 +57,19 @@ class CompletionArguments:
     device: str | None = field(default=None, metadata={"help": "Device of the target; by default a GPU if any."})
     dtype: str = field(default="auto", metadata={"help": "Dtype of the target; auto is the checkpoint's own."})
     enable_thinking: bool | None = field(default=None, metadata={"help": "Handed to the chat template if given."})
+    server: str | None = field(default=None, metadata={"help": "Address of an OpenAI-compatible server, up to /v1."})
+    concurrency: int = field(default=64, metadata={"help": "Most prompts asked of the server at once."})
+    timeout: float = field(
+        default=1800.0, metadata={"help": "Seconds of silence after which a prompt is asked again."}
+    )
+    retries: int = field(default=8, metadata={"help": "How often a prompt is asked again after a failure."})
+    return_token_ids: bool = field(default=True, metadata={"help": "Ask the server for token ids (vLLM has them)."})
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1 or self.batch_size < 1:
+        if self.max_new_tokens < 1 or self.batch_size < 1 or self.concurrency < 1:
             raise ValueError(
-                f"max_new_tokens is {self.max_new_tokens} and batch_size is {self.batch_size}; expected at least 1."
+                f"max_new_tokens is {self.max_new_tokens}, batch_size {self.batch_size} and concurrency "
+                f"{self.concurrency}; expected at least 1."
             )
         if self.temperature < 0 or not 0 < self.top_p <= 1:
             raise ValueError(
@@ -116,40 +133,86 @@ def drop_half_written_line(output: Path) -> None:
             file.truncate(complete)
 
 
-def read_answered(output: Path) -> list[dict]:
-    """Read the rows that an earlier run wrote; none if there was no such run."""
+def answered_from(line: bytes, place: str) -> dict:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{place} is not JSON ({error}): {line[:80]!r}. Mend or remove the line.") from error
+    messages = row.get("messages") if isinstance(row, dict) else None
+    if not messages or messages[-1]["role"] != "assistant":
+        raise ValueError(f"{place} is not an answered row. Name an output of this command, or a new file.")
+    return row
+
+
+def scan_answered(output: Path) -> Iterator[tuple[int, dict]]:
+    """The rows that an earlier run wrote, each with where its line begins; none if there was no such run."""
     if not output.exists():
-        return []
+        return
     drop_half_written_line(output)
-    answered = []
-    for place, row in read_json_lines(output):
-        messages = row.get("messages")
-        if not messages or messages[-1]["role"] != "assistant":
-            raise ValueError(f"{place} is not an answered row. Name an output of this command, or a new file.")
-        answered.append(row)
-    return answered
+    offset = 0
+    with output.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield offset, answered_from(line, f"{output}, line {number}")
+            offset += len(line)
 
 
-def prompt_key(row: dict, messages: list[dict]) -> str:
+def read_answered(output: Path) -> list[dict]:
+    """Read the rows that an earlier run wrote."""
+    return [row for _, row in scan_answered(output)]
+
+
+def prompt_key(row: dict, messages: list[dict]) -> bytes:
     """What makes two rows the same prompt: everything but the answer."""
     asked = {name: row[name] for name in row if name not in ("finish_reason", "completion_token_ids")}
-    return json.dumps(asked | {"messages": messages}, sort_keys=True)
+    return hashlib.blake2b(json.dumps(asked | {"messages": messages}, sort_keys=True).encode()).digest()
+
+
+def match_keys(prompts: list[bytes], answered: list[bytes]) -> tuple[dict[int, int], list[int]]:
+    """The answer's index by the prompt's, and the answers to no prompt. A prompt that stands twice needs two."""
+    waiting = defaultdict(list)
+    for index, key in enumerate(answered):
+        waiting[key].append(index)
+    matched = {index: waiting[key].pop(0) for index, key in enumerate(prompts) if waiting[key]}
+    return matched, sorted(index for indices in waiting.values() for index in indices)
 
 
 def match_answers(prompts: list[dict], answered: list[dict]) -> tuple[dict[int, dict], list[dict]]:
-    """Rows by the index of the prompt they answer, and the rows of other prompts.
+    """Rows by the index of the prompt they answer, and the rows of other prompts."""
+    keys = [prompt_key(row, row["messages"]) for row in prompts]
+    matched, others = match_keys(keys, [prompt_key(row, row["messages"][:-1]) for row in answered])
+    return {index: answered[k] for index, k in matched.items()}, [answered[k] for k in others]
 
-    A prompt that stands twice needs two rows.
-    """
-    waiting = defaultdict(list)
-    for row in answered:
-        waiting[prompt_key(row, row["messages"][:-1])].append(row)
-    matched = {}
-    for index, prompt in enumerate(prompts):
-        rows = waiting[prompt_key(prompt, prompt["messages"])]
-        if rows:
-            matched[index] = rows.pop(0)
-    return matched, [row for rows in waiting.values() for row in rows]
+
+def settings_of(arguments: CompletionArguments) -> dict[str, Any]:
+    """What the answers depend on besides the prompts."""
+    names = ("target", "max_new_tokens", "temperature", "top_p", "seed", "enable_thinking")
+    return {name: getattr(arguments, name) for name in names} | {"from_server": arguments.server is not None}
+
+
+def check_settings(arguments: CompletionArguments) -> None:
+    """Refuse to mix answers of other settings into an output."""
+    path = Path(arguments.output + ".settings.json")
+    if not path.exists():
+        return
+    earlier, now = json.loads(path.read_text(encoding="utf-8")), settings_of(arguments)
+    changed = [
+        f"{name}: {earlier.get(name)!r} then, {now[name]!r} now" for name in now if now[name] != earlier.get(name)
+    ]
+    if changed:
+        raise ValueError(
+            f"{arguments.output} holds answers of other settings ({'; '.join(changed)}). Give the same settings to go "
+            "on, or another output."
+        )
+
+
+def open_output(arguments: CompletionArguments):
+    """The output, to append to, with its settings written beside it."""
+    output = Path(arguments.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    settings = json.dumps(settings_of(arguments), indent=1) + "\n"
+    Path(arguments.output + ".settings.json").write_text(settings, encoding="utf-8")
+    return output.open("a", encoding="utf-8")
 
 
 def to_line(row: dict) -> str:
@@ -190,13 +253,11 @@ def load_target(arguments: CompletionArguments) -> tuple[PreTrainedModel, PreTra
     return model, tokenizer
 
 
-def tokenize_prompts(
-    prompts: list[dict], tokenizer: PreTrainedTokenizerBase, max_length: int, enable_thinking: bool | None
-) -> list[list[int]]:
+def tokenize_prompts(prompts: list[dict], tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[list[int]]:
     """Write each prompt out by the chat template, up to where the answer begins; none may exceed `max_length`."""
-    options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-    tokenized = []
+    tokenized: list[list[int]] = []
     for prompt in prompts:
+        options = prompt.get("chat_template_kwargs", {})
         encoding = tokenizer.apply_chat_template(
             prompt["messages"], tools=prompt.get("tools"), add_generation_prompt=True, return_dict=True, **options
         )
@@ -253,12 +314,10 @@ def complete(prompts: list[dict], indices: list[int], arguments: CompletionArgum
     """Answer `prompts[i]` for i in `indices`, append the rows to the output batch by batch, count how they ended."""
     model, tokenizer = load_target(arguments)
     longest = model.config.get_text_config().max_position_embeddings - arguments.max_new_tokens
-    tokenized = tokenize_prompts(prompts, tokenizer, longest, arguments.enable_thinking)
+    tokenized = tokenize_prompts(prompts, tokenizer, longest)
     batches = batches_by_length(indices, [len(ids) for ids in tokenized], arguments.batch_size)
     counts: Counter = Counter()
-    output = Path(arguments.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("a", encoding="utf-8") as file, tqdm(total=len(indices), unit="prompt") as progress:
+    with open_output(arguments) as file, tqdm(total=len(indices), unit="prompt") as progress:
         for batch in batches:
             # A seed of the batch's own, so that a run started again does not draw what the first one drew.
             answers = generate(model, [tokenized[index] for index in batch], arguments.seed * len(prompts) + batch[0])
@@ -272,28 +331,98 @@ def complete(prompts: list[dict], indices: list[int], arguments: CompletionArgum
     return counts
 
 
-def main(arguments: CompletionArguments) -> None:
-    """Answer what the output lacks, and leave it in the order of the prompts."""
+def server_request(prompt: dict, arguments: CompletionArguments, seed: int) -> dict[str, Any]:
+    """The body of a chat completion request."""
+    body = {
+        "model": arguments.target,
+        "messages": prompt["messages"],
+        "max_tokens": arguments.max_new_tokens,
+        "temperature": arguments.temperature,
+        "top_p": arguments.top_p,
+        "seed": seed,
+    }
+    body |= {name: prompt[name] for name in ("tools", "chat_template_kwargs") if prompt.get(name)}
+    if arguments.return_token_ids:
+        body["return_token_ids"] = True
+    return body
+
+
+def served_row(prompt: dict, choice: dict[str, Any]) -> dict:
+    """Join a prompt and what a server answered into a row."""
+    message = choice["message"]
+    answer = {"role": "assistant", "content": message.get("content") or ""}
+    thinking = message.get("reasoning_content") or message.get("reasoning")
+    answer |= {"reasoning_content": thinking} if thinking else {}
+    answer |= {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
+    row = prompt | {"messages": [*prompt["messages"], answer], "finish_reason": choice.get("finish_reason")}
+    ids = choice.get("token_ids")
+    return row | ({"completion_token_ids": ids} if ids else {})
+
+
+def ask_server(prompts: list[dict], indices: list[int], arguments: CompletionArguments) -> Counter:
+    """Ask a server for `prompts[i]`, append each row to the output as it comes, count how they ended."""
+    server = CompletionServer(arguments.server, arguments.timeout, arguments.retries)
+    requests = ((i, server_request(prompts[i], arguments, arguments.seed * len(prompts) + i)) for i in indices)
+    counts: Counter = Counter()
+    with open_output(arguments) as file, tqdm(total=len(indices), unit="prompt") as progress:
+        for index, choice in server.answer_all(requests, arguments.concurrency):
+            progress.update()
+            if isinstance(choice, AnswerError):
+                counts["unanswered"] += 1
+                progress.write(f"prompt {index + 1} stays unanswered: {choice}", file=sys.stderr)
+                continue
+            row = served_row(prompts[index], choice)
+            file.write(to_line(row))
+            file.flush()
+            counts.update({"rows": 1, "tokens": len(row.get("completion_token_ids", ())), row["finish_reason"]: 1})
+            progress.set_postfix_str(f"{counts['tokens'] / progress.format_dict['elapsed']:.0f} tokens/s")
+    return counts
+
+
+def write_in_order(output: Path, keys: list[bytes]) -> None:
+    """Put the rows in the order of the prompts; one rename does it, and a kill before it loses none."""
+    offsets, answered = [], []
+    for offset, row in scan_answered(output):
+        offsets.append(offset)
+        answered.append(prompt_key(row, row["messages"][:-1]))
+    matched, others = match_keys(keys, answered)
+    ordered = output.with_name(output.name + ".ordered")
+    with output.open("rb") as source, ordered.open("wb") as target:
+        for index in [*(matched[i] for i in range(len(keys)) if i in matched), *others]:
+            source.seek(offsets[index])
+            target.write(source.readline())
+    ordered.replace(output)
+
+
+def main(arguments: CompletionArguments) -> int:
+    """Answer what the output lacks, leave it in the order of the prompts, and return the exit status."""
     output = Path(arguments.output)
     prompts = read_prompts(Path(arguments.prompts))
-    matched, others = match_answers(prompts, read_answered(output))
+    if arguments.enable_thinking is not None:
+        options = {"enable_thinking": arguments.enable_thinking}
+        prompts = [
+            {**prompt, "chat_template_kwargs": options | prompt.get("chat_template_kwargs", {})} for prompt in prompts
+        ]
+    check_settings(arguments)
+    keys = [prompt_key(prompt, prompt["messages"]) for prompt in prompts]
+    answered = [prompt_key(row, row["messages"][:-1]) for _, row in scan_answered(output)]
+    matched, others = match_keys(keys, answered)
     if others:
         logger.warning("%d rows of %s answer none of the prompts; they stay, at its end", len(others), output)
     print(f"{len(prompts)} prompts, {len(matched)} of them already answered in {output}")
     indices = [index for index in range(len(prompts)) if index not in matched]
+    counts: Counter = Counter()
     if indices:
-        counts = complete(prompts, indices, arguments)
+        counts = (complete if arguments.server is None else ask_server)(prompts, indices, arguments)
         print(
             f"{counts['rows']} answers of {counts['tokens']} tokens: {counts['stop']} stopped by themselves, "
-            f"{counts['length']} reached {arguments.max_new_tokens} tokens"
+            f"{counts['length']} reached {arguments.max_new_tokens} tokens, {counts['unanswered']} prompts failed"
         )
-        matched, others = match_answers(prompts, read_answered(output))
-    # The batches wrote the rows by length; one rename puts them in order, and a kill before it loses none.
-    ordered = output.with_name(output.name + ".ordered")
-    ordered.write_text("".join(to_line(row) for row in [*(matched[i] for i in range(len(prompts))), *others]))
-    ordered.replace(output)
+    if output.exists():
+        write_in_order(output, keys)
+    return 1 if counts["unanswered"] else 0
 
 
 if __name__ == "__main__":
     logging.basicConfig()
-    main(HfArgumentParser(CompletionArguments).parse_args_into_dataclasses()[0])
+    sys.exit(main(HfArgumentParser(CompletionArguments).parse_args_into_dataclasses()[0]))

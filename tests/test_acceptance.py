@@ -10,18 +10,23 @@ import numpy as np
 import pytest
 import torch
 from test_generation import PROMPT, drafter_for, greedy, oracle_for, target_and_answer
-from tiny import dense_target, hybrid_target
+from tiny import dense_target
+from transformers.generation import BaseStreamer
 from transformers.utils import logging as hf_logging
 
 from dflash_hf import acceptance
 from dflash_hf.acceptance import (
     AcceptanceReport,
+    DecodingSettings,
+    PlainAnswer,
     PromptAcceptance,
     bootstrap_difference,
-    decode,
     measure_acceptance,
+    plain_answers,
+    walked_acceptance_length,
 )
 from dflash_hf.generation import SpeculativeOutput, speculative_generate
+from dflash_hf.walk import WalkedAnswer
 
 
 torch.set_num_threads(1)
@@ -33,14 +38,39 @@ def report_of(*committed, prompts=None, max_new_tokens=100):
     """A report of prompts whose verifications committed the given numbers."""
     prompts = prompts or [[i] for i in range(len(committed))]
     answers = [
-        PromptAcceptance(prompt, list(range(sum(tokens) + 1)), list(tokens), True)
+        PromptAcceptance(prompt, list(range(sum(tokens) + 1)), list(tokens), [n - 1 for n in tokens], True)
         for prompt, tokens in zip(prompts, committed, strict=True)
     ]
     return AcceptanceReport(answers, block_size=4, max_new_tokens=max_new_tokens)
 
 
-def hooks_of(module):
-    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+class CommitRecorder(BaseStreamer):
+    """Keeps the number of tokens in each piece that `generate` streams: the prompt, the prefill's, each round's."""
+
+    def __init__(self):
+        self.sizes = []
+
+    def put(self, value):
+        self.sizes.append(value.numel())
+
+    def end(self):
+        pass
+
+
+def native(target, drafter, budget, **arguments):
+    """transformers' own speculative decoding with a drafter: the sequence and what each verification committed."""
+    recorder = CommitRecorder()
+    sequences = target.generate(
+        IDS,
+        attention_mask=torch.ones_like(IDS),
+        max_new_tokens=budget,
+        do_sample=False,
+        assistant_model=drafter,
+        speculation_type="dflash",
+        streamer=recorder,
+        **arguments,
+    )
+    return sequences, recorder.sizes[2:]
 
 
 @pytest.fixture
@@ -53,60 +83,47 @@ def hugging_face_log(caplog):
     logger.removeHandler(caplog.handler)
 
 
-# --- decode ---
+# --- beside transformers' own decoding ---
 
 
 @pytest.mark.parametrize("name", ["dense", "tied_llama"])
-@pytest.mark.parametrize("budget", [1, 2, 20, 23, 50])
+@pytest.mark.parametrize("budget", [2, 20, 23, 50])
 def test_e4_both_ways_of_decoding_commit_alike(name, budget):
     target, answer = target_and_answer(name)
     # Right for 0 to 3 slots, by a pattern over the anchor's position.
     oracle = oracle_for(target, answer, lambda n: [n * n % 7 > 1, n % 3 > 0, True])
-    native = decode(target, oracle, IDS, budget)
+    sequences, committed = native(target, oracle, budget)
     ours = speculative_generate(target, oracle, IDS, budget)
-    assert native.sequences[0].tolist() == ours.sequences[0].tolist() == answer[: len(PROMPT) + budget]
-    assert native.committed == ours.committed
+    assert sequences[0].tolist() == ours.sequences[0].tolist() == answer[: len(PROMPT) + budget]
+    assert committed == ours.committed
     if budget == 50:
-        assert set(native.committed[:-1]) == {1, 2, 4}
+        assert set(ours.committed[:-1]) == {1, 2, 4}
 
 
-@pytest.mark.parametrize("eos_index", [0, 1, 6, 7])
+@pytest.mark.parametrize("eos_index", [1, 6, 7])
 def test_e4_both_ways_of_decoding_stop_alike(eos_index):
     target = dense_target(seed=3)
     answer = greedy(target, PROMPT, 30)
     eos = [271, answer[len(PROMPT) + eos_index]]
     oracle = oracle_for(target, answer, [True, True, False])
-    native = decode(target, oracle, IDS, 30, eos_token_id=eos)
+    sequences, committed = native(target, oracle, 30, eos_token_id=eos)
     ours = speculative_generate(target, oracle, IDS, 30, eos_token_id=eos)
-    assert torch.equal(native.sequences, ours.sequences)
-    assert native.sequences.shape[1] <= len(PROMPT) + eos_index + 1
-    assert native.committed == ours.committed
-
-
-def test_e6_cached_and_uncached_decoding_draft_the_same_hidden_states():
-    target, answer = target_and_answer("dense")
-    # Half of the slots follow the answer, so that the cache is cropped by different numbers.
-    oracle = oracle_for(target, answer, lambda n: [n % 2 > 0, n % 3 > 0, True])
-    rounds = []
-    oracle.norm.register_forward_hook(lambda module, args, output: rounds.append(output))
-    native = decode(target, oracle, IDS, 30)
-    cached, rounds[:] = list(rounds), []
-    ours = speculative_generate(target, oracle, IDS, 30)
-    # generate drafts nothing where one token is left of the budget.
-    assert len(rounds) - len(cached) in (0, 1)
-    assert len(set(native.committed)) > 1 and native.committed == ours.committed
-    for one, other in zip(cached, rounds, strict=False):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert torch.equal(sequences, ours.sequences)
+    assert ours.sequences.shape[1] <= len(PROMPT) + eos_index + 1
+    assert committed == ours.committed
 
 
 def test_e7_a_hybrid_target_is_decoded_although_generate_refuses_it():
     target, answer = target_and_answer("hybrid")
     oracle = oracle_for(target, answer, [True, False, True])
     with pytest.raises(ValueError, match="stateful"):
-        target.generate(IDS, assistant_model=oracle, speculation_type="dflash", max_new_tokens=12)
-    output = decode(target, oracle, IDS, 12)
+        native(target, oracle, 12)
+    output = speculative_generate(target, oracle, IDS, 12)
     assert output.sequences[0].tolist() == answer[: len(PROMPT) + 12]
     assert output.committed == [2, 2, 2, 2, 2, 1]
+
+
+# --- measure_acceptance ---
 
 
 def test_nothing_of_the_generation_config_bends_greedy_decoding(hugging_face_log):
@@ -149,7 +166,14 @@ def test_decoding_prints_no_warning(hugging_face_log, pad):
     target.generation_config.eos_token_id, target.generation_config.pad_token_id = [271, 270], pad
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        decode(target, drafter_for(target), IDS, 6)
+        measure_acceptance(target, drafter_for(target), [PROMPT], 6, progress=False)
+        measure_acceptance(
+            target,
+            drafter_for(target),
+            [PROMPT],
+            progress=False,
+            settings=DecodingSettings(6, temperature=0.7, top_p=0.9, top_k=20),
+        )
     assert not hugging_face_log.records
 
 
@@ -157,41 +181,12 @@ def test_the_end_of_sequence_tokens_of_the_generation_config_hold_unless_given()
     target, answer = dense_target(), target_and_answer("dense")[1]
     target.generation_config.eos_token_id = answer[len(PROMPT)]
     drafter = drafter_for(target)
-    assert decode(target, drafter, IDS, 5).committed == []
-    assert decode(target, drafter, IDS, 5, eos_token_id=[]).sequences.shape[1] == len(PROMPT) + 5
     report = measure_acceptance(target, drafter, [PROMPT], 5, progress=False)
     assert (report.prompts[0].output_ids, report.lossless) == ([answer[len(PROMPT)]], True)
     assert math.isnan(report.acceptance_length)
     assert report.to_dict()["acceptance_length"] is None
-
-
-@pytest.mark.parametrize("make", [dense_target, hybrid_target])
-def test_everything_put_on_the_models_is_taken_off_after_an_error(make):
-    target = make()
-    drafter = drafter_for(target)
-    target.train(), drafter.train()
-    config = target.generation_config
-    failing = drafter.layers[1].register_forward_pre_hook(lambda module, args: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        decode(target, drafter, IDS, 6)
-    failing.remove()
-    assert target.generation_config is config
-    assert not hooks_of(target) and not hooks_of(drafter)
-    assert target.training and drafter.training
-    decode(target, drafter, IDS, 6)
-    assert not hooks_of(target) and not hooks_of(drafter)
-
-
-def test_a_drafter_of_another_type_than_the_target():
-    target, drafter = dense_target().to(torch.bfloat16), drafter_for(dense_target())
-    output = decode(target, drafter, IDS, 12)
-    assert output.sequences[0].tolist() == greedy(target, PROMPT, 12)
-    assert drafter.dtype == torch.float32
-    drafter.to(torch.bfloat16)
-    assert decode(target.float(), drafter, IDS, 12).sequences.shape[1] == len(PROMPT) + 12
-
-
-# --- measure_acceptance ---
+    report = measure_acceptance(target, drafter, [PROMPT], 5, eos_token_id=[], progress=False)
+    assert len(report.prompts[0].output_ids) == 5 and report.lossless is True
 
 
 @pytest.mark.parametrize("name", ["dense", "hybrid"])
@@ -212,25 +207,42 @@ def test_a_report_holds_outputs_and_counts_and_is_json():
     oracle = oracle_for(target, answer, [True, False, True])
     report = measure_acceptance(target, oracle, [PROMPT], 10, check_lossless=False, progress=False)
     data = json.loads(json.dumps(report.to_dict()))
+    (prompt,) = data.pop("prompts")
+    assert data.pop("tokens_per_second") == pytest.approx(10 / prompt["seconds"])
+    assert prompt.pop("seconds") > 0
     assert data == {
         "acceptance_length": 9 / 5,
         "acceptance_length_without_last_block": 2.0,
+        "plain_tokens_per_second": None,
+        "speed_up": None,
+        "slot_acceptance": [1.0, 0.0, 0.0],
+        "committed_histogram": [1, 4, 0, 0],
         "committed_tokens": 9,
         "forwards": 5,
+        "num_prompts": 1,
         "lossless": None,
+        "num_ties": 0,
         "block_size": 4,
         "max_new_tokens": 10,
-        "prompts": [
-            {
-                "prompt_ids": PROMPT,
-                "output_ids": answer[len(PROMPT) : len(PROMPT) + 10],
-                "committed": [2, 2, 2, 2, 1],
-                "lossless": None,
-                "first_difference": None,
-                "top2_gap": None,
-                "forwards": 5,
-            }
-        ],
+    }
+    missing = (
+        "lossless",
+        "first_difference",
+        "top2_gap",
+        "tie",
+        "plain_seconds",
+        "plain_tokens",
+        "source",
+        "language",
+    )
+    assert prompt == {
+        "prompt_ids": PROMPT,
+        "output_ids": answer[len(PROMPT) : len(PROMPT) + 10],
+        "committed": [2, 2, 2, 2, 1],
+        # The budget cuts off the target's own token behind the last draft.
+        "accepted": [1, 1, 1, 1, 1],
+        "forwards": 5,
+        **dict.fromkeys(missing),
     }
 
 
@@ -244,7 +256,9 @@ def test_a_difference_is_found_with_the_gap_of_the_targets_logits_there(monkeypa
         first = min(tamper)
         for index, token in tamper.items():
             output[0, len(PROMPT) + index] = token
-    monkeypatch.setattr(acceptance, "decode", lambda *args: SpeculativeOutput(output, [4, 5]))
+    monkeypatch.setattr(
+        acceptance, "speculative_generate", lambda *args, **kwargs: SpeculativeOutput(output, [4, 5], [3, 4])
+    )
     report = measure_acceptance(target, drafter_for(target), [PROMPT], 10, progress=False)
     (prompt,) = report.prompts
     assert (report.lossless, prompt.lossless, prompt.first_difference) == (False, False, first)
@@ -275,7 +289,7 @@ def test_the_bar_shows_tokens_per_second(capsys):
 )
 def test_bad_prompts_and_budgets_are_refused_before_decoding(monkeypatch, prompts, budget, message):
     target, _ = target_and_answer("dense")
-    monkeypatch.setattr(acceptance, "decode", lambda *args: pytest.fail("decoded"))
+    monkeypatch.setattr(acceptance, "speculative_generate", lambda *args, **kwargs: pytest.fail("decoded"))
     with pytest.raises(ValueError, match=message):
         measure_acceptance(target, drafter_for(target), prompts, budget, progress=False)
 
@@ -284,9 +298,8 @@ def test_bad_prompts_and_budgets_are_refused_before_decoding(monkeypatch, prompt
 def test_a_drafter_of_another_target_is_refused(name):
     target, _ = target_and_answer(name)
     drafter = drafter_for(target, num_target_layers=30)
-    for call in (lambda: decode(target, drafter, IDS, 5), lambda: measure_acceptance(target, drafter, [PROMPT], 5)):
-        with pytest.raises(ValueError, match="num_target_layers is 30, the target's is"):
-            call()
+    with pytest.raises(ValueError, match="num_target_layers is 30, the target's is"):
+        measure_acceptance(target, drafter, [PROMPT], 5)
 
 
 # --- statistics ---
@@ -297,7 +310,7 @@ def test_e4_the_acceptance_length_is_pooled_over_unequal_prompts():
     assert report.acceptance_length == 26 / 8
     assert report.acceptance_length_without_last_block == 21 / 6
     assert report.lossless is True
-    unchecked = PromptAcceptance([1], [2, 3], [1])
+    unchecked = PromptAcceptance([1], [2, 3], [1], [0])
     assert AcceptanceReport([*report.prompts, unchecked], 4, 9).lossless is None
     assert math.isnan(report_of([], [3]).acceptance_length_without_last_block)
 
@@ -356,13 +369,91 @@ def test_a_target_that_scales_its_embeddings_drafts_from_plain_rows(monkeypatch)
     """`generate` would call the scaling module; the drafter was trained on the rows themselves."""
     target = dense_target()
     drafter = drafter_for(target)
-    expected = decode(target, drafter, IDS, 20)
+    expected = speculative_generate(target, drafter, IDS, 20)
     embedding = target.get_input_embeddings()
     monkeypatch.setattr(embedding, "forward", lambda ids: 8 * torch.nn.functional.embedding(ids, embedding.weight))
     seen = []
     handle = drafter.register_forward_hook(lambda m, args, kwargs, out: seen.append(args[0]), with_kwargs=True)
-    scaled = decode(target, drafter, IDS, 20)
+    scaled = speculative_generate(target, drafter, IDS, 20)
     handle.remove()
     mask_row = embedding.weight[drafter.config.mask_token_id]
     assert seen and all(torch.equal(noise[0, 1], mask_row) for noise in seen)
     assert scaled.sequences.shape == expected.sequences.shape
+
+
+# --- what reports show ---
+
+
+def test_slots_positions_and_groups_of_a_report():
+    prompts = [
+        PromptAcceptance([0], [0] * 9, [4, 1, 3], [3, 0, 3], True, source="a", language="en", seconds=1.0),
+        PromptAcceptance([1], [0] * 3, [2], [1], True, source="b", language="en", seconds=2.0),
+        PromptAcceptance([2], [0], [], [], True, source="a", seconds=1.0),
+    ]
+    report = AcceptanceReport(prompts, block_size=4, max_new_tokens=9)
+    assert report.slot_acceptance == [3 / 4, 2 / 4, 2 / 4]
+    assert report.committed_histogram == [1, 1, 1, 1]
+    assert report.by_position(4) == [
+        {"position": 0, "blocks": 2, "acceptance_length": 3.0},
+        {"position": 4, "blocks": 2, "acceptance_length": 2.0},
+    ]
+    assert {name: len(group.prompts) for name, group in report.groups(lambda p: p.source).items()} == {"a": 2, "b": 1}
+    assert report.groups(lambda p: p.language)["en"].acceptance_length == 10 / 4
+    assert report.tokens_per_second == 13 / 4
+    assert math.isnan(report.plain_tokens_per_second) and math.isnan(report.speed_up)
+
+
+def test_both_speeds_come_from_the_same_run():
+    target, _ = target_and_answer("dense")
+    drafter, settings = drafter_for(target), DecodingSettings(12)
+    answers = plain_answers(target, [PROMPT, [3]], settings, progress=False)
+    report = measure_acceptance(target, drafter, [PROMPT, [3]], progress=False, settings=settings, plain=answers)
+    assert report.lossless is True
+    assert [p.output_ids for p in report.prompts] == [a.output_ids for a in answers]
+    assert report.plain_tokens_per_second == pytest.approx(24 / sum(a.seconds for a in answers))
+    assert report.speed_up == pytest.approx(report.tokens_per_second / report.plain_tokens_per_second)
+
+
+@pytest.mark.parametrize(("gap", "tie"), [(1e-6, True), (1e-2, False)])
+def test_a_difference_at_a_tie_is_counted_apart(monkeypatch, gap, tie):
+    target, answer = target_and_answer("dense")
+    output = torch.tensor([answer[: len(PROMPT) + 10]])
+    output[0, len(PROMPT) + 3] = 7
+    logits = torch.zeros(1, 1, 272)
+    logits[..., 5], logits[..., 9] = 1.0, 1.0 - gap
+    monkeypatch.setattr(
+        acceptance, "speculative_generate", lambda *args, **kwargs: SpeculativeOutput(output, [4, 5], [3, 4])
+    )
+    plain = [PlainAnswer(answer[len(PROMPT) : len(PROMPT) + 10], 1.0)]
+    monkeypatch.setattr(target, "forward", lambda **kwargs: type("Output", (), {"logits": logits}))
+    report = measure_acceptance(
+        target, drafter_for(target), [PROMPT], progress=False, settings=DecodingSettings(10), plain=plain
+    )
+    assert (report.prompts[0].lossless, report.prompts[0].tie) == (False, tie)
+    assert (report.lossless, report.num_ties) == (tie, int(tie))
+
+
+@pytest.mark.parametrize("name", ["dense", "hybrid"])
+def test_e5_walk_and_decoding_agree_on_a_reports_answers(name, hugging_face_log):
+    target, _ = target_and_answer(name)
+    drafter = drafter_for(target)
+    report = measure_acceptance(target, drafter, [PROMPT, [3, 9]], 20, check_lossless=False, progress=False)
+    hugging_face_log.clear()
+    assert walked_acceptance_length(target, drafter, report, progress=False) == report.acceptance_length
+    assert not hugging_face_log.records
+
+
+@pytest.mark.parametrize(("decoded", "warns"), [(0.975, False), (0.965, True), (1.029, False), (1.035, True)])
+def test_e5_a_gap_between_walk_and_decoding_is_a_warning(monkeypatch, caplog, decoded, warns):
+    """The walk commits one token per block; decoding is made to say otherwise."""
+    target, _ = target_and_answer("dense")
+    report = report_of([1] * 35)
+    monkeypatch.setattr(AcceptanceReport, "acceptance_length", decoded)
+    monkeypatch.setattr(acceptance, "walk_documents", lambda *args: [WalkedAnswer(0, [1] * 35, [0] * 35)])
+    logger = logging.getLogger("dflash_hf.acceptance")
+    logger.addHandler(caplog.handler)
+    walked_acceptance_length(target, drafter_for(target), report, progress=False)
+    logger.removeHandler(caplog.handler)
+    assert bool(caplog.records) == warns
+    if warns:
+        assert "the walk gives an acceptance length of 1.000" in caplog.text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding without a cache: the target's own tokens, whatever the drafter says."""
+"""Speculative decoding: the target's own tokens, whatever the drafter says."""
 
 import functools
 
@@ -7,9 +7,11 @@ import pytest
 import torch
 from naive import random_drafter
 from tiny import HIDDEN_SIZE, MASK_TOKEN_ID, VOCAB_SIZE, dense_target, hybrid_target, llama_target
+from transformers.cache_utils import DynamicLayer
 
-from dflash_hf import DFlashDraftModel
-from dflash_hf.generation import speculative_generate
+from dflash_hf import DFlashDraftModel, decoding_state
+from dflash_hf.decoding_state import DecodingState
+from dflash_hf.generation import speculative_decoding, speculative_generate
 
 
 torch.set_num_threads(1)
@@ -30,9 +32,11 @@ class OracleDrafter(DFlashDraftModel):
         return self
 
     def forward(self, noise_embeds, context_hidden_states, attention_mask=None, position_ids=None, cache=None):
+        past = cache.get_seq_length() if cache is not None else 0
         output = super().forward(noise_embeds, context_hidden_states, attention_mask, position_ids, cache)
         head, sequence, right_slots = self.told
-        anchor = context_hidden_states.shape[1] if position_ids is None else position_ids[0, -noise_embeds.shape[1]]
+        anchor = past + context_hidden_states.shape[1]
+        anchor = anchor if position_ids is None else position_ids[0, -noise_embeds.shape[1]]
         anchor = int(anchor)
         tokens = []
         for slot, right in enumerate(right_slots(anchor), start=1):
@@ -188,10 +192,12 @@ def test_md1_the_drafter_reads_layer_outputs_before_the_anchor_and_raw_embedding
         target.get_decoder().layers[i].register_forward_hook(
             lambda module, args, output, i=i: outputs.__setitem__(i, output)
         )
-    known = len(prompt) + 1
+    known, context = len(prompt) + 1, torch.empty(1, 0, len(taps) * HIDDEN_SIZE)
     assert len(rounds) == len(output.committed)
     assert len(set(output.committed)) > 1
-    for (noise_embeds, context), committed in zip(rounds, output.committed, strict=True):
+    for (noise_embeds, new_context), committed in zip(rounds, output.committed, strict=True):
+        # What earlier rounds have given is in the drafter's cache.
+        context = torch.cat([context, new_context], dim=1)
         with torch.no_grad():
             target(output.sequences[:, : known - 1], use_cache=False)
         expected = torch.cat([outputs[i] for i in taps], dim=-1)
@@ -266,3 +272,156 @@ def test_a_target_without_head_or_cut_for_training_is_refused():
     del target.model.layers[5:]
     with pytest.raises(ValueError, match="5 of its 6 layers"):
         speculative_generate(target, drafter, torch.tensor([PROMPT]), 5)
+
+
+# --- caches ---
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_e6_cached_and_uncached_decoding_draft_the_same_hidden_states(name):
+    target, answer = target_and_answer(name)
+    # Half of the slots follow the answer, so that the caches are cropped by different numbers.
+    oracle = oracle_for(target, answer, lambda n: [n % 4 > 0, n % 3 > 0, True])
+    rounds, outputs = [], []
+    handle = oracle.norm.register_forward_hook(lambda module, args, output: rounds.append(output))
+    for use_cache in (True, False):
+        rounds.append([])
+        outputs.append(speculative_generate(target, oracle, torch.tensor([PROMPT]), 30, use_cache=use_cache))
+    handle.remove()
+    middle = next(i for i, item in enumerate(rounds) if i and isinstance(item, list))
+    cached, uncached = rounds[1:middle], rounds[middle + 1 :]
+    assert outputs[0].committed == outputs[1].committed and set(outputs[0].committed) >= {1, 2, 4}
+    for one, other in zip(cached, uncached, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "max_waiting"), [("dense", 48), ("tied_llama", 48), ("hybrid", 48), ("hybrid", 2), ("hybrid", 0)]
+)
+def test_e6_the_caches_hold_the_committed_tokens_and_nothing_else(monkeypatch, name, max_waiting):
+    """Whether committed tokens wait long, a round or two, or not at all in front of recurrent layers."""
+    monkeypatch.setattr(decoding_state, "MAX_WAITING", max_waiting)
+    target, answer = target_and_answer(name)
+    oracle = oracle_for(target, answer, lambda n: [n % 4 > 0, n % 3 > 0, True])
+    known = torch.tensor([answer])
+    with torch.no_grad(), DecodingState(target, oracle) as state:
+        state.prefill(known[:, : len(PROMPT)])
+        length = len(PROMPT) + 1
+        for committed in (1, 3, 4, 4, 2, 1, 1, 4):
+            anchor = known[:, length - 1 : length]
+            state.draft(anchor)
+            assert state.drafter_cache.get_seq_length() == length - 1
+            # The slots after those that are committed hold anything.
+            drafts = known[0, length : length + 3].clone()
+            drafts[committed - 1 :] = 7
+            logits = state.verify(anchor, drafts)
+            state.commit(known[:, length : length + committed])
+            expected = target(torch.cat([known[:, :length], drafts[None]], dim=1), use_cache=False).logits[0, -4:]
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+            length += committed
+            assert all(inputs.shape[1] <= max_waiting + 4 for inputs in state.recurrent._waiting.values())
+            attention = [layer for layer in state.target_cache.layers if isinstance(layer, DynamicLayer)]
+            assert {layer.get_seq_length() for layer in attention} == {length - 1}
+    assert not any(module._forward_pre_hooks for module in target.modules())
+
+
+def test_a_verification_reads_one_block_whatever_the_prompt():
+    """Committed tokens come back in the recurrent layers alone, and no forward is theirs."""
+    target, answer = target_and_answer("hybrid")
+    oracle = oracle_for(target, answer, lambda n: [n % 4 > 0, n % 3 > 0, True])
+    lengths = []
+    handle = target.register_forward_pre_hook(
+        lambda m, a, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    output = speculative_generate(target, oracle, torch.tensor([PROMPT]), 30)
+    handle.remove()
+    assert lengths == [len(PROMPT)] + [4] * len(output.committed)
+
+
+def test_a_sliding_target_is_rolled_back_behind_its_window():
+    target = dense_target(use_sliding_window=True, sliding_window=6, max_window_layers=0)
+    assert set(target.config.layer_types) == {"sliding_attention"}
+    expected = greedy(target, PROMPT, 40)
+    oracle = oracle_for(target, expected, lambda n: [n % 4 > 0, n % 3 > 0, True])
+    output = speculative_generate(target, oracle, torch.tensor([PROMPT]), 40)
+    assert output.sequences[0].tolist() == expected
+    assert set(output.committed) >= {1, 2, 4}
+
+
+def test_a_target_whose_states_cannot_be_rolled_back_says_so(monkeypatch):
+    target, answer = target_and_answer("hybrid")
+    monkeypatch.setattr(decoding_state, "LinearAttentionLayer", DynamicLayer)
+    drafter = drafter_for(target)
+    with pytest.raises(ValueError, match=r"Layer 0 of Qwen3_5ForCausalLM keeps its state .*use_cache=False"):
+        speculative_generate(target, drafter, torch.tensor([PROMPT]), 9)
+    output = speculative_generate(target, drafter, torch.tensor([PROMPT]), 9, use_cache=False)
+    assert output.sequences[0].tolist() == answer[: len(PROMPT) + 9]
+
+
+@pytest.mark.parametrize("name", ["dense", "hybrid"])
+def test_everything_put_on_the_models_is_taken_off_after_an_error(name):
+    target = TARGETS[name]()
+    drafter = drafter_for(target)
+    target.train(), drafter.train()
+    failing = drafter.layers[1].register_forward_pre_hook(lambda module, args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        speculative_generate(target, drafter, torch.tensor([PROMPT]), 6)
+    failing.remove()
+    assert not any(module._forward_pre_hooks for module in target.modules())
+    assert target.training and drafter.training
+
+
+# --- inside generate ---
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_generate_takes_it_as_custom_generate(name):
+    target, answer = target_and_answer(name)
+    oracle = oracle_for(target, answer, [True, False, True])
+    ids, forwards = torch.tensor([PROMPT]), []
+    handle = target.register_forward_hook(lambda *args: forwards.append(1))
+    output = target.generate(ids, custom_generate=speculative_decoding, drafter=oracle, max_new_tokens=21)
+    handle.remove()
+    assert output[0].tolist() == answer[: len(PROMPT) + 21]
+    assert len(forwards) == 11
+    stop = answer[len(PROMPT) + 4]
+    output = target.generate(
+        ids, custom_generate=speculative_decoding, drafter=oracle, max_new_tokens=21, eos_token_id=[271, stop]
+    )
+    assert output[0].tolist() == answer[: answer.index(stop, len(PROMPT)) + 1]
+
+
+def test_generate_samples_with_its_own_settings():
+    target, _ = target_and_answer("dense")
+    call = functools.partial(
+        target.generate,
+        torch.tensor([PROMPT]),
+        custom_generate=speculative_decoding,
+        drafter=drafter_for(target),
+        max_new_tokens=12,
+        do_sample=True,
+    )
+    torch.manual_seed(0)
+    first = call(temperature=5.0, top_k=0)
+    assert not torch.equal(first, call(temperature=5.0, top_k=0))
+    torch.manual_seed(0)
+    assert torch.equal(first, call(temperature=5.0, top_k=0))
+    # One token kept is greedy.
+    assert call(temperature=5.0, top_k=1)[0].tolist() == target_and_answer("dense")[1][: len(PROMPT) + 12]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"repetition_penalty": 1.5}, "RepetitionPenaltyLogitsProcessor"),
+        ({"return_dict_in_generate": True}, "return_dict_in_generate"),
+        ({"max_time": 100.0}, "MaxTimeCriteria"),
+        ({"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1]])}, "without padding"),
+        ({"drafter": None}, "without a drafter"),
+    ],
+)
+def test_generate_refuses_what_would_be_lost(arguments, message):
+    target, _ = target_and_answer("dense")
+    arguments = {"drafter": drafter_for(target), **arguments}
+    with pytest.raises(ValueError, match=message):
+        target.generate(torch.tensor([PROMPT]), custom_generate=speculative_decoding, max_new_tokens=5, **arguments)

@@ -62,6 +62,7 @@ def run(num_supervised, rows_per_step, evaluate=False, train=True, resume=None, 
     result = {}
     if evaluate:
         result["metrics"] = trainer.evaluate()
+        result["walked"] = trainer._eval_walk.values
     if train:
         trainer.train(resume_from_checkpoint=resume and f"{sys.argv[1]}/run/checkpoint-{resume}")
     logs = trainer.state.log_history
@@ -219,3 +220,7 @@ def test_evaluation_over_two_ranks_counts_every_row_once(alone, ranks):
     for rank in ranks:
         for name in ("eval_loss", "eval_acceptance_length", "eval_accuracy", "eval_full_blocks"):
             assert rank["evaluation"]["metrics"][name] == pytest.approx(expected[name], rel=1e-5), name
+        walked = {name: value for name, value in expected.items() if "accept" in name}
+        assert len(walked) == 5 and walked.items() <= rank["evaluation"]["metrics"].items()
+    counts = [run["evaluation"]["walked"] for run in (alone, *ranks)]
+    assert torch.equal(counts[1] + counts[2], counts[0]) and counts[0].sum() > 0

@@ -62,6 +62,11 @@ def run(*words: str | Path, cwd: Path = ROOT) -> str:
 def test_the_training_recipe_runs_and_continues(launcher, target_folder, completions, tmp_path):
     if len(launcher) > 1:
         launcher = [*launcher, "--num_processes", "1", "--cpu"]
+        documents = tmp_path / "documents"
+        tokenize = [sys.executable, "recipes/tokenize_completions.py", "--completions", completions]
+        tokenize += ["--target", target_folder, "--output", documents, "--max_length", "96", "--num_proc", "1"]
+        run(*tokenize, "--eval_fraction", "0.4")
+        completions = documents
     script = [*launcher, "recipes/train_qwen36.py", "--target", target_folder, "--completions", completions]
     first, second = tmp_path / "first", tmp_path / "second"
     run(*script, *SHAPE, *SMALL, "--output_dir", first, "--eval_completions", completions)
@@ -92,6 +97,11 @@ def test_the_demo_runs_on_a_tiny_target(target_folder, completions, tmp_path):
     assert results["unseen"]["after"]["forwards"] > 0
     assert (tmp_path / "training.png").stat().st_size > 0
     assert "| 2 unseen" in output
+    walked, decoded = (
+        results["evaluation"]["walked_acceptance_length"],
+        results["unseen"]["after"]["acceptance_length"],
+    )
+    assert walked == pytest.approx(decoded, abs=1e-4)
     assert DFlashDraftModel.from_pretrained(tmp_path).config.block_size == 8
 
 
@@ -100,9 +110,9 @@ def python_blocks(path: Path) -> list[str]:
 
 
 def test_the_readme_program_runs_on_a_tiny_target(target_folder, completions, tmp_path):
-    program, decoding = python_blocks(ROOT / "README.md")
+    program, *decoding = python_blocks(ROOT / "README.md")
     assert len([line for line in program.splitlines() if line.strip()]) < 15
-    program = (program + decoding).replace(MODEL_ID, str(target_folder))
+    program = "".join([program, *decoding]).replace(MODEL_ID, str(target_folder))
     program = program.replace("recipes/smollm2-135m/completions.jsonl", str(completions))
     program = program.replace("mask_token_id=15", "mask_token_id=260").replace("row_length=1024", "max_steps=1")
     run(sys.executable, "-c", program, cwd=tmp_path)

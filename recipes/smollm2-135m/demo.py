@@ -24,8 +24,14 @@ from dflash_hf import (
     read_completions,
     tokenize_completions,
 )
-from dflash_hf.acceptance import AcceptanceReport, bootstrap_difference, decode, measure_acceptance
+from dflash_hf.acceptance import (
+    AcceptanceReport,
+    bootstrap_difference,
+    measure_acceptance,
+    walked_acceptance_length,
+)
 from dflash_hf.cli import parse_config
+from dflash_hf.generation import speculative_generate
 
 
 HERE = Path(__file__).resolve().parent
@@ -96,6 +102,8 @@ def main() -> None:
 
     drafter = DFlashDraftModel.from_pretrained(args.output_dir).eval()
     after = measure(target, drafter, prompts, demo.max_new_tokens)
+    # On the drafter's own answers, blocks drafted all at once and one after the other are the same.
+    evaluation["walked_acceptance_length"] = walked_acceptance_length(target, drafter, after["unseen"])
     answers = compare_answers(target, drafter, tokenizer, spread(test_rows, 5), demo.max_new_tokens)
     report(before, after, answers, evaluation, Path(args.output_dir))
     print(f"Drafter, results.json and training.png are in {args.output_dir}. {time.time() - start:.0f} s in all.")
@@ -142,7 +150,7 @@ def compare_answers(target, drafter, tokenizer, rows: list[dict], max_new_tokens
     answers = []
     for row, ids in zip(rows, prompt_ids(rows, tokenizer), strict=True):
         ids = torch.tensor([ids], device=target.device)
-        speculative = decode(target, drafter, ids, max_new_tokens)
+        speculative = speculative_generate(target, drafter, ids, max_new_tokens)
         greedy = target.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False
         )

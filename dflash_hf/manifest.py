@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a folder of documents says of itself, and opening it for training.
+
+A folder holds `manifest.json`, `train/NAME.parquet` and, with an evaluation split, `eval/NAME.parquet`, one of each
+per source file. The manifest names the tokenizer and the chat template by their hashes, all options, and each source
+file with its size, its version (etag) and what became of its rows.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from datasets import Dataset, load_dataset
+from transformers import PreTrainedTokenizerBase
+
+from .sources import explained, open_filesystem
+
+
+logger = logging.getLogger(__name__)
+
+MANIFEST_NAME = "manifest.json"
+FORMAT = "dflash_hf documents 1"
+# Fields that say what the ids mean and how the text was written; they travel with the opened data set.
+IDENTITY_FIELDS = ("format", "vocabulary_hash", "vocabulary_size", "template_hash")
+
+
+def vocabulary_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of what each token id means: two tokenizers share it if and only if their ids spell the same tokens."""
+    vocabulary = sorted((token_id, token) for token, token_id in tokenizer.get_vocab().items())
+    return _hash(json.dumps(vocabulary))
+
+
+def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of the chat template."""
+    return _hash(json.dumps(tokenizer.chat_template, sort_keys=True))
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of how texts become ids, which also depends on merges and normalisation."""
+    if not tokenizer.is_fast:
+        return vocabulary_hash(tokenizer)
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    return _hash(backend.to_str())
+
+
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The fields of a manifest that belong to the tokenizer."""
+    return {
+        "format": FORMAT,
+        "vocabulary_hash": vocabulary_hash(tokenizer),
+        "vocabulary_size": len(tokenizer),
+        "template_hash": template_hash(tokenizer),
+    }
+
+
+def read_manifest(address: str | os.PathLike, storage_options: Mapping[str, Any] | None = None) -> dict | None:
+    """The manifest of a folder of documents, or None where there is none.
+
+    Raises:
+        ValueError: The manifest is of another kind or version.
+    """
+    fs, root = open_filesystem(address, storage_options)
+    path = f"{root.rstrip('/')}/{MANIFEST_NAME}"
+    with explained(address, "Reading"):
+        if not fs.exists(path):
+            return None
+        content = fs.cat_file(path)
+    manifest = json.loads(content)
+    if manifest.get("format") != FORMAT:
+        raise ValueError(
+            f"{address}/{MANIFEST_NAME} has the format {manifest.get('format')!r}, expected {FORMAT!r}: tokenise the "
+            "completions again with this version."
+        )
+    return manifest
+
+
+def open_documents(
+    address: str | os.PathLike,
+    split: str = "train",
+    storage_options: Mapping[str, Any] | None = None,
+    cache_dir: str | None = None,
+) -> Dataset:
+    """Opens a folder of documents, memory mapped; a remote one is copied into the cache of `datasets` once.
+
+    Args:
+        address: Folder or fsspec address that `tokenize_files` wrote.
+        split: "train" or "eval".
+        storage_options: Arguments of the address's file system.
+        cache_dir: Folder of the memory-mapped copy; by default that of `datasets`.
+
+    Raises:
+        FileNotFoundError: The folder has no manifest.
+        ValueError: It has no such split, or no document in it.
+    """
+    manifest = read_manifest(address, storage_options)
+    if manifest is None:
+        raise FileNotFoundError(
+            f"{address} has no {MANIFEST_NAME}: expected a folder that recipes/tokenize_completions.py wrote."
+        )
+    if not manifest["complete"]:
+        logger.warning(
+            "%s is not complete: %d of its source files could not be read, and their rows are missing.",
+            address,
+            len(manifest["failed"]),
+        )
+    shards = [file["shards"][split] for file in manifest["files"] if split in file["shards"]]
+    if not shards:
+        raise ValueError(
+            f"{address} holds no document of the split {split!r}: it has {manifest['documents']}. An evaluation split "
+            "is made by --eval_fraction."
+        )
+    base = os.fspath(address).rstrip("/")
+    data = load_dataset(
+        "parquet",
+        data_files={split: [f"{base}/{shard}" for shard in shards]},
+        split=split,
+        storage_options=dict(storage_options or {}),
+        cache_dir=cache_dir,
+    )
+    data.info.description = json.dumps({name: manifest[name] for name in IDENTITY_FIELDS})
+    return data
+
+
+def check_documents_fit(
+    documents: Any, tokenizer: PreTrainedTokenizerBase | None, allow_other_template: bool = False
+) -> None:
+    """Refuses documents whose ids mean something else to a tokenizer, and warns of another template (case DT3).
+
+    Data sets that no manifest belongs to are passed over.
+
+    Args:
+        documents: What `open_documents` gave, or what was selected, shuffled or concatenated from it.
+        tokenizer: The target's tokenizer; without one nothing can be compared.
+        allow_other_template: Whether documents written by another chat template are warned of and not refused.
+
+    Raises:
+        ValueError: Another vocabulary, or another template that is not allowed.
+    """
+    if not isinstance(documents, Dataset) or tokenizer is None:
+        return
+    for identity in _identities(documents):
+        own = tokenizer_identity(tokenizer)
+        if identity["vocabulary_hash"] != own["vocabulary_hash"]:
+            raise ValueError(
+                f"The documents were made with a tokenizer of {identity['vocabulary_size']} tokens, and the target's "
+                f"has {own['vocabulary_size']}; their ids do not mean the same (vocabulary "
+                f"{identity['vocabulary_hash'][:12]} and {own['vocabulary_hash'][:12]}). Tokenise the completions "
+                "with the target's own tokenizer."
+            )
+        if identity["template_hash"] != own["template_hash"]:
+            message = (
+                f"The documents were written by another chat template ({identity['template_hash'][:12]}) than the "
+                f"target's tokenizer has ({own['template_hash'][:12]}): the drafter learns prompts that the target "
+                "may never see."
+            )
+            if not allow_other_template:
+                raise ValueError(f"{message} Tokenise again, or set allow_other_template=True.")
+            logger.warning("%s It was allowed.", message)
+
+
+def _identities(documents: Dataset) -> list[dict]:
+    # `concatenate_datasets` joins the descriptions of its parts by empty lines.
+    parts = (documents.info.description or "").split("\n\n")
+    found = [json.loads(part) for part in parts if part.startswith('{"format": "dflash_hf documents')]
+    return [identity for k, identity in enumerate(found) if identity not in found[:k]]
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

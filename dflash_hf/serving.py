@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The acceptance length of a running vLLM or SGLang server, whatever method it speculates with.
+
+Prompts go through its OpenAI-compatible API. What it verified is taken from each answer where the server says so
+there (vLLM with `--per-request-spec-decode-metrics summary`, SGLang always), else from the server's own counters
+before and after: vLLM's `vllm:spec_decode_*` on `/metrics`; SGLang's `avg_spec_accept_length` on `/server_info`, a
+mean since its start that `sglang:generation_tokens_total` (`--enable-metrics`) turns into counts. Counters are the
+server's, so nobody else may use it meanwhile.
+"""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from tqdm.auto import tqdm
+from transformers.utils import logging
+
+from .evaluation_prompts import EvaluationPrompt
+from .server_client import ServedAnswer, Server, ServerError
+from .server_counters import Verifications
+
+
+logger = logging.get_logger(__name__)
+
+Group: TypeAlias = tuple[str | None, str | None]
+
+
+@dataclass(frozen=True)
+class ServerReport:
+    """What was measured on a server.
+
+    Args:
+        engine: "vllm" or "sglang".
+        model: Its model.
+        per_request: Whether the verifications are the answers' own, not the server's counters.
+        answers: All answers.
+        seconds: Time from the first request to the last answer.
+        groups: Verifications by (source, language).
+    """
+
+    engine: str
+    model: str
+    per_request: bool
+    answers: list[ServedAnswer]
+    seconds: float
+    groups: dict[tuple[str | None, str | None], Verifications]
+
+    @property
+    def verifications(self) -> Verifications:
+        """All verifications."""
+        return Verifications.total(self.groups.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens over the time of the whole run."""
+        return sum(answer.num_tokens for answer in self.answers) / self.seconds
+
+    def summary(self) -> dict[str, Any]:
+        """The figures in JSON types, by source and language too."""
+        total = self.verifications
+        return {
+            "engine": self.engine,
+            "model": self.model,
+            "per_request": self.per_request,
+            "acceptance_length": total.acceptance_length,
+            "slot_acceptance": [count / total.forwards for count in total.by_slot],
+            "forwards": total.forwards,
+            "num_prompts": len(self.answers),
+            "num_tokens": sum(answer.num_tokens for answer in self.answers),
+            "tokens_per_second": self.tokens_per_second,
+            "groups": [
+                {"source": source, "language": language, "acceptance_length": part.acceptance_length}
+                for (source, language), part in self.groups.items()
+            ],
+        }
+
+
+def measure_server(
+    server: Server,
+    prompts: Sequence[EvaluationPrompt],
+    settings: dict[str, Any],
+    concurrency: int = 1,
+    progress: bool = True,
+) -> ServerReport:
+    """Let a server answer prompts and report its acceptance length.
+
+    Args:
+        server: The server.
+        prompts: The prompts; those of one source and language are asked together.
+        settings: Fields of the requests, such as `max_tokens` and `temperature`.
+        concurrency: Requests at a time. The acceptance length does not depend on it, tokens per second do.
+        progress: Show a bar.
+
+    Raises:
+        ServerError: When the server counts nothing or anew, breaks off, or takes too long.
+    """
+    by_group: dict[Group, list[EvaluationPrompt]] = {}
+    for prompt in prompts:
+        by_group.setdefault((prompt.source, prompt.language), []).append(prompt)
+    answers: list[ServedAnswer] = []
+    groups: dict[Group, Verifications] = {}
+    seconds, per_request = 0.0, True
+    with (
+        ThreadPoolExecutor(concurrency) as pool,
+        tqdm(total=len(prompts), desc="asking", unit="prompt", disable=not progress) as bar,
+    ):
+        for key, group in by_group.items():
+            before, start, own = _counters(server), time.perf_counter(), []
+            for answer in pool.map(lambda prompt: server.ask(prompt, settings), group):
+                own.append(answer)
+                bar.update()
+            seconds += time.perf_counter() - start
+            groups[key], is_own = _verifications(server, own, before)
+            answers, per_request = answers + own, per_request and is_own
+    report = ServerReport(server.engine, server.model, per_request, answers, seconds, groups)
+    _check_counts(server, report)
+    return report
+
+
+def plain_tokens_per_second(
+    server: Server,
+    prompts: Sequence[EvaluationPrompt],
+    settings: dict[str, Any],
+    concurrency: int = 1,
+    progress: bool = True,
+) -> float:
+    """Generated tokens per second of a server that need not speculate; arguments as for [`measure_server`]."""
+    start = time.perf_counter()
+    with ThreadPoolExecutor(concurrency) as pool:
+        asked = pool.map(lambda prompt: server.ask(prompt, settings), prompts)
+        bar = tqdm(asked, total=len(prompts), desc="asking plainly", unit="prompt", disable=not progress)
+        num_tokens = sum(answer.num_tokens for answer in bar)
+    return num_tokens / (time.perf_counter() - start)
+
+
+def _counters(server: Server) -> Verifications | ServerError:
+    """The counters, or why there are none: answers may bring their own."""
+    try:
+        return server.settled_counters()
+    except ServerError as error:
+        return error
+
+
+def _verifications(
+    server: Server, answers: list[ServedAnswer], before: Verifications | ServerError
+) -> tuple[Verifications, bool]:
+    """What a group of answers took, and whether the answers themselves say so."""
+    # An answer of one token has no verification to tell of.
+    own = [answer.verifications for answer in answers if answer.verifications is not None]
+    if own and len(own) >= sum(answer.num_tokens > 1 for answer in answers):
+        return Verifications.total(own), True
+    if isinstance(before, ServerError):
+        raise before
+    after = server.settled_counters()
+    if after.forwards < before.forwards:
+        raise ServerError(
+            f"The counters of {server.url} went back, from {before.forwards:.0f} verifications to "
+            f"{after.forwards:.0f}: the server was restarted or its counters were reset meanwhile. Measure again."
+        )
+    return after.since(before), False
+
+
+def _check_counts(server: Server, report: ServerReport) -> None:
+    """Refuse a run without verifications; warn where the counters hold more or less than these answers."""
+    total, committed = report.verifications, sum(answer.num_tokens - 1 for answer in report.answers)
+    if total.forwards <= 0:
+        raise ServerError(
+            f"{server.url} wrote {committed + len(report.answers)} tokens and verified no draft: speculation is set "
+            "up but was not used (servers switch it off for some settings and batch sizes). See its log."
+        )
+    # The last block of an answer is counted whole, though the answer may end inside it.
+    most = committed + len(report.answers) * max(len(total.by_slot), 16)
+    if not report.per_request and not 0.9 * committed <= total.forwards + total.accepted <= most:
+        logger.warning(
+            f"The counters of {server.url} hold {total.forwards + total.accepted:.0f} verified tokens, the answers "
+            f"{committed}: other requests were served meanwhile, or part of the tokens without speculation."
+        )
+
+
+__all__ = ["Server", "ServerError", "ServerReport", "measure_server", "plain_tokens_per_second"]

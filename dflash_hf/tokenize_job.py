@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of completions to a folder of documents, by several processes, resumable.
+
+A run that was stopped at any point, started again, goes on at the first unfinished file and ends in the same bytes.
+"""
+
+import dataclasses
+import json
+import logging
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from .manifest import MANIFEST_NAME, tokenizer_hash, tokenizer_identity
+from .shards import OutputError, ShardWriter, read_record
+from .sources import SourceError, SourceFile, explained, list_files, open_filesystem
+from .tokenizing import FileTokenizer, TokenizeOptions, write_with_retries
+
+
+logger = logging.getLogger(__name__)
+
+SETTINGS_NAME = "settings.json"
+SUMMED = ("rows", "tokens", "supervised_tokens", "truncated", "repeated_tokens")
+COUNTED = ("documents", "dropped", "lengths", "template_texts")
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a process needs to work on one file after another."""
+
+    address: str
+    output: str
+    tokenizer: PreTrainedTokenizerBase
+    options: TokenizeOptions
+    storage_options: dict[str, Any]
+    output_storage_options: dict[str, Any]
+    retries: int = 3
+    retry_wait: float = 1.0
+
+    def writer(self) -> ShardWriter:
+        fs, root = open_filesystem(self.output, self.output_storage_options)
+        return ShardWriter(fs, root.rstrip("/"))
+
+
+def tokenize_files(
+    address: str | os.PathLike,
+    output: str | os.PathLike,
+    tokenizer: PreTrainedTokenizerBase,
+    options: TokenizeOptions | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    output_storage_options: Mapping[str, Any] | None = None,
+    num_proc: int = 1,
+    retries: int = 3,
+    retry_wait: float = 1.0,
+    disable_tqdm: bool = False,
+) -> dict[str, Any]:
+    """Tokenises all files of rows at an address into a folder of documents; started again, it goes on.
+
+    Args:
+        address: File, folder or pattern, local or of any fsspec file system; see `list_files`.
+        output: Folder of the documents, local or of any fsspec file system.
+        tokenizer: The target's tokenizer, with its chat template.
+        options: What decides the documents.
+        storage_options: Arguments of the address's file system.
+        output_storage_options: Arguments of the output's file system; by default those of the address.
+        num_proc: Processes, each on a file of its own.
+        retries: How often a file that cannot be read is tried again, after `retry_wait` seconds, then twice that ...
+        retry_wait: Seconds before the first retry.
+        disable_tqdm: Whether to hide the progress bar.
+
+    Returns:
+        The manifest. `manifest["failed"]` names the files that could not be read; all others are finished.
+
+    Raises:
+        FileNotFoundError: Nothing to read at the address.
+        ValueError: The output holds documents of other options, or the tokenizer cannot render chats.
+        OutputError: A shard cannot be written.
+    """
+    options = options or TokenizeOptions()
+    options.chat_format(tokenizer)
+    if "strftime_now" in str(tokenizer.chat_template) and not options.template_kwargs:
+        logger.warning(
+            "The chat template writes today's date where it is not given one, so a run that goes on tomorrow would "
+            "write another: pass the template's variable, such as template_kwargs={'date_string': '26 Jul 2024'}."
+        )
+    if output_storage_options is None:
+        output_storage_options = storage_options
+    job = Job(
+        os.fspath(address),
+        os.fspath(output),
+        tokenizer,
+        options,
+        dict(storage_options or {}),
+        dict(output_storage_options or {}),
+        retries,
+        retry_wait,
+    )
+    writer = job.writer()
+    _check_apart(job, writer)
+    files = list_files(address, storage_options)
+    settings = _settings(job)
+    _check_settings(writer, job.output, settings)
+    writer.clean()
+    records = _finished(writer, files)
+    todo = [file for file in files if file.name not in records]
+    failed = {}
+    with _progress(files, todo, disable_tqdm) as progress:
+        for file, result in _run(job, todo, min(num_proc, len(todo)), progress):
+            if isinstance(result, SourceError):
+                failed[file.name] = str(result)
+            else:
+                records[file.name] = result
+            progress.finish_file()
+    writer.clean()
+    manifest = _manifest(settings, [records[file.name] for file in files if file.name in records], failed)
+    writer.write_json(MANIFEST_NAME, manifest)
+    return manifest
+
+
+def _check_apart(job: Job, writer: ShardWriter) -> None:
+    fs, root = open_filesystem(job.address, job.storage_options)
+    if fs.protocol == writer.fs.protocol and f"{writer.root}/".startswith(f"{root.partition('*')[0].rstrip('/')}/"):
+        raise ValueError(
+            f"The output {job.output} lies within {job.address}, so its shards would be read as completions by the "
+            "next run. Name a folder beside it."
+        )
+
+
+def _settings(job: Job) -> dict[str, Any]:
+    """What the bytes of the output depend on besides the files."""
+    return {
+        **tokenizer_identity(job.tokenizer),
+        "tokenizer_hash": tokenizer_hash(job.tokenizer),
+        "completions": job.address,
+        "options": dataclasses.asdict(job.options),
+    }
+
+
+def _check_settings(writer: ShardWriter, output: str, settings: dict[str, Any]) -> None:
+    path = f"{writer.root}/{SETTINGS_NAME}"
+    with explained(output, "Reading"):
+        earlier = json.loads(writer.fs.cat_file(path)) if writer.fs.exists(path) else None
+    if earlier is None:
+        writer.write_json(SETTINGS_NAME, settings)
+        return
+    flat, old = ({**s, **s["options"]} for s in (settings, earlier))
+    changed = [f"{key}: {old.get(key)!r} then, {flat.get(key)!r} now" for key in flat if flat[key] != old.get(key)]
+    changed = [line for line in changed if not line.startswith("options: ")]
+    if changed:
+        raise ValueError(
+            f"{output} holds documents that were made otherwise ({'; '.join(changed)}). Give the same options to go "
+            "on, or another output."
+        )
+
+
+def _finished(writer: ShardWriter, files: list[SourceFile]) -> dict[str, dict[str, Any]]:
+    """Records of the files that earlier runs finished and that have not changed since."""
+    with explained(writer.root, "Listing"):
+        present = set(writer.fs.find(f"{writer.root}/train")) if writer.fs.exists(f"{writer.root}/train") else set()
+    done = [file for file in files if writer.shard_path(file, "train") in present]
+    with ThreadPoolExecutor(16) as threads:
+        records = list(threads.map(lambda file: read_record(writer.fs, writer.shard_path(file, "train")), done))
+    return {
+        file.name: record
+        for file, record in zip(done, records, strict=True)
+        if record is not None and (record["size"], record["version"]) == (file.size, file.version)
+    }
+
+
+def _manifest(settings: dict[str, Any], records: list[dict[str, Any]], failed: dict[str, str]) -> dict[str, Any]:
+    totals: dict[str, Any] = {name: sum(record[name] for record in records) for name in SUMMED}
+    for name in COUNTED:
+        counter: Counter = Counter()
+        for record in records:
+            counter.update(record[name])
+        numeric = name == "lengths"
+        totals[name] = dict(sorted(counter.items(), key=lambda item: int(item[0]) if numeric else item[0]))
+    return {**settings, "complete": not failed, "failed": dict(sorted(failed.items())), **totals, "files": records}
+
+
+class _Progress:
+    """A bar of bytes with files, tokens per second and time left."""
+
+    def __init__(self, bar: tqdm, num_files: int):
+        self.bar, self.num_files, self.finished, self.tokens = bar, num_files, 0, 0
+        self.start = time.monotonic()
+
+    def update(self, num_bytes: int, num_tokens: int) -> None:
+        self.tokens += num_tokens
+        rate = self.tokens / max(time.monotonic() - self.start, 1e-9)
+        self.bar.set_postfix_str(f"{self.finished}/{self.num_files} files, {rate:,.0f} tokens/s", refresh=False)
+        self.bar.update(num_bytes)
+
+    def finish_file(self) -> None:
+        self.finished += 1
+        self.update(0, 0)
+
+
+@contextmanager
+def _progress(files: list[SourceFile], todo: list[SourceFile], disable: bool) -> Iterator[_Progress]:
+    total = sum(file.size for file in todo)
+    with tqdm(total=total, desc="Tokenizing", unit="B", unit_scale=True, disable=disable) as bar:
+        if len(todo) < len(files):
+            bar.write(f"{len(files) - len(todo)} of {len(files)} files are finished already.", file=sys.stderr)
+        yield _Progress(bar, len(todo))
+
+
+def _run(
+    job: Job, files: list[SourceFile], num_proc: int, progress: _Progress
+) -> Iterator[tuple[SourceFile, dict[str, Any] | SourceError]]:
+    """Each file with its record, or with the error that kept it from being read, in the order they end."""
+    if num_proc <= 1:
+        tokenizer = FileTokenizer(job.tokenizer, job.options, progress.update)
+        fs, _ = open_filesystem(job.address, job.storage_options)
+        for file in files:
+            yield file, _one_file(job, tokenizer, fs, file)
+        return
+    # Forked processes start at once and share the tokenizer; where forking is unsafe they import all anew.
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    counters = context.Array("q", 2)
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    # The processes share out the cores; threads of the tokenizer within each would fight for them.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    pool = ProcessPoolExecutor(num_proc, context, _start_worker, (job, counters, os.getpid()))
+    try:
+        yield from _collect({pool.submit(_work, file): file for file in files}, counters, progress)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+def _collect(
+    pending: dict[Future, SourceFile], counters: Any, progress: _Progress
+) -> Iterator[tuple[SourceFile, dict[str, Any] | SourceError]]:
+    seen = [0, 0]
+    while pending:
+        done, _ = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
+        now = list(counters)
+        progress.update(now[0] - seen[0], now[1] - seen[1])
+        seen = now
+        for future in done:
+            yield pending.pop(future), future.result()
+
+
+_worker: dict[str, Any] = {}
+
+
+def _start_worker(job: Job, counters: Any, parent: int) -> None:
+    def add(num_bytes: int, num_tokens: int) -> None:
+        with counters.get_lock():
+            counters[0] += num_bytes
+            counters[1] += num_tokens
+
+    # A killed parent tells nobody: without this its workers would wait for work for ever.
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    fs, _ = open_filesystem(job.address, job.storage_options)
+    _worker.update(job=job, tokenizer=FileTokenizer(job.tokenizer, job.options, add), fs=fs)
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.1)
+    os._exit(1)
+
+
+def _work(file: SourceFile) -> dict[str, Any] | SourceError:
+    return _one_file(_worker["job"], _worker["tokenizer"], _worker["fs"], file)
+
+
+def _one_file(job: Job, tokenizer: FileTokenizer, fs: Any, file: SourceFile) -> dict[str, Any] | SourceError:
+    try:
+        return write_with_retries(tokenizer, fs, file, job.writer(), job.retries, job.retry_wait)
+    except SourceError as error:
+        return error
+
+
+__all__ = ["OutputError", "tokenize_files"]

