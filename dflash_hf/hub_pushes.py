@@ -11,6 +11,7 @@ from transformers.trainer_utils import HubStrategy
 from transformers.utils import hf_api, logging
 from transformers.utils.hub import PushInProgress
 
+from .partial_training import plain_drafter
 from .remote_checkpoints import linked_copy
 from .remote_store import describe
 
@@ -28,7 +29,7 @@ def write_publishable(trainer: Any, folder: Path) -> None:
         trainer: Whose present weights are written; the fp32 masters stay as they are.
         folder: To write to.
     """
-    drafter = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    drafter = plain_drafter(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
     drafter.save_pretrained(folder, dtype=torch.bfloat16)
     if trainer.processing_class is not None:
         trainer.processing_class.save_pretrained(folder)

@@ -27,6 +27,7 @@ from .manifest import check_documents_fit
 from .modeling_dflash import DFlashDraftModel
 from .packing import PackedDataset, RowSampler, with_sources
 from .pairs import PairCallback, make_pair, pair_accelerator_args, place_target
+from .partial_training import check_resumed_part, is_adapter, make_trainable
 from .remote_checkpoints import RemoteCheckpointCallback
 from .resuming import prepare_output, resume_folder
 from .run_record import run_record, write_record
@@ -69,6 +70,9 @@ class DFlashTrainer(Trainer):
             is opened by [`load_documents`].
         processing_class (`PreTrainedTokenizerBase`, *optional*):
             The target's tokenizer; needed for chats.
+        peft_config (`peft.PeftConfig`, *optional*):
+            Train an adapter, saved without the drafter, in place of its weights; without `target_modules`, of all
+            matrices. [`drafter_adapters.lora_config`] makes one, [`drafter_adapters.merge_adapter`] the new drafter.
         **kwargs:
             Further arguments of [`~transformers.Trainer`].
 
@@ -90,6 +94,7 @@ class DFlashTrainer(Trainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: PreTrainedTokenizerBase | None = None,
+        peft_config: Any = None,
         **kwargs,
     ):
         args = args if args is not None else DFlashTrainingArguments(output_dir="tmp_trainer")
@@ -115,7 +120,10 @@ class DFlashTrainer(Trainer):
         tokenizer = processing_class if isinstance(processing_class, PreTrainedTokenizerBase) else None
         check_continuing(config, self.target, tokenizer)
         self.head = FrozenHead(self.target.model, args.device)
-        _prepare_drafter(drafter, args)
+        # A frozen drafter under autocast needs no fp32 masters.
+        frozen = is_adapter(drafter) or peft_config is not None
+        _prepare_drafter(drafter, args, keep_dtype=frozen and (args.bf16 or args.fp16))
+        drafter = make_trainable(drafter, peft_config, args.trainable_modules, args.seed)
         self.args, self._tokenizer, self._drafter_config = args, tokenizer, config
         if isinstance(eval_dataset, dict) and not isinstance(eval_dataset, DatasetDict):
             eval_dataset = {name: self._pack(data) for name, data in eval_dataset.items()}
@@ -264,6 +272,7 @@ class DFlashTrainer(Trainer):
         decided_by_main(self, lambda: prepare_output(self))
         self.run_record = run_record(self)
         folder = decided_by_main(self, lambda: resume_folder(self, resume_from_checkpoint))
+        check_resumed_part(folder, self.accelerator.unwrap_model(self.model))
         self._interrupts.install()
         try:
             output = super().train(None if folder is None else str(folder), *args, **kwargs)
@@ -590,9 +599,9 @@ def _frozen_target(
     )
 
 
-def _prepare_drafter(model: DFlashDraftModel, args: DFlashTrainingArguments) -> None:
+def _prepare_drafter(model: DFlashDraftModel, args: DFlashTrainingArguments, keep_dtype: bool = False) -> None:
     """fp32 masters and an attention backend that can train on the device."""
-    if any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()):
+    if not keep_dtype and any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()):
         # AdamW steps at these rates vanish in bf16: norm weights would never move.
         logger.info("The drafter's parameters are kept in fp32; use bf16=True for autocast.")
         model.float()
