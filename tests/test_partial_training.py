@@ -128,7 +128,7 @@ def test_an_adapter_needs_a_base_with_a_name_and_no_second_choice(target, base, 
         make_trainer(tmp_path, target, peft_config=lora_config(4))
     with pytest.raises(ValueError, match="both given"):
         adapted(tmp_path, target, base, trainable_modules=["fc"])
-    with pytest.raises(ValueError, match="no adapter_config.json"):
+    with pytest.raises(ValueError, match=r"no adapter_config\.json"):
         load_adapter(base)
 
 
