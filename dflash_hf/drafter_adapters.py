@@ -68,7 +68,7 @@ def add_adapter(drafter: DFlashDraftModel, peft_config: PeftConfig, seed: int = 
         )
     peft_config = copy.deepcopy(peft_config)
     if isinstance(peft_config, LoraConfig) and peft_config.target_modules is None:
-        peft_config.target_modules = set(TARGET_MODULES)
+        peft_config.target_modules = list(TARGET_MODULES)
     peft_config.base_model_name_or_path = str(name)
     peft_config.revision = vars(drafter.config).get("_commit_hash")
     with torch.random.fork_rng(devices=[]):
@@ -101,7 +101,8 @@ def load_adapter(
     config = PeftConfig.from_pretrained(str(folder))
     revision = config.revision if base is None else None
     drafter = DFlashDraftModel.from_pretrained(base or config.base_model_name_or_path, dtype=dtype, revision=revision)
-    return DrafterAdapter.from_pretrained(drafter, str(folder), is_trainable=is_trainable)
+    adapter: Any = DrafterAdapter.from_pretrained(drafter, str(folder), is_trainable=is_trainable)
+    return adapter
 
 
 def merge_adapter(folder: str | Path, base: str | Path | None = None) -> DFlashDraftModel:
@@ -116,17 +117,7 @@ def merge_adapter(folder: str | Path, base: str | Path | None = None) -> DFlashD
 
 def merged_copy(adapter: PeftModel) -> DFlashDraftModel:
     """The merged drafter in fp32 on the CPU, while the adapter goes on training."""
-    # Compiled layers cannot be copied; neither a merge nor a save runs any.
-    drafter = adapter.get_base_model()
-    compiled = [(layer, layer._compiled_call_impl) for layer in drafter.layers]
-    try:
-        for layer, _ in compiled:
-            layer._compiled_call_impl = None
-        merged = copy.deepcopy(adapter)
-    finally:
-        for layer, implementation in compiled:
-            layer._compiled_call_impl = implementation
-    return merged.cpu().float().merge_and_unload()
+    return copy.deepcopy(adapter).cpu().float().merge_and_unload()  # type: ignore[operator]
 
 
 def check_adapter_checkpoint(folder: Path, model: torch.nn.Module) -> None:

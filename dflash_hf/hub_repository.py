@@ -6,16 +6,23 @@ by its hash, so a push that broke off is resumed by the same call.
 """
 
 import json
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
+import torch
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError, RepositoryNotFoundError
 from transformers.utils import logging
 
-from .publishing import Publication, check_repo_id
+from .card_results import read_results
+from .model_card import CardOptions
+from .modeling_dflash import DFlashDraftModel
+from .publishing import RESULTS_NAME, Publication, build_repository, check_repo_id
+from .training_facts import read_facts
 
 
 logger = logging.get_logger(__name__)
@@ -75,6 +82,75 @@ def publish(
         with _explained(repo_id, f"tagging the commit {commit.oid}, which is there,"):
             api.create_tag(repo_id, tag=tag, revision=commit.oid)
     return str(commit.commit_url)
+
+
+def push_drafter(
+    drafter: DFlashDraftModel,
+    repo_id: str,
+    dtype: torch.dtype | None = torch.bfloat16,
+    *,
+    facts: dict[str, Any] | None = None,
+    results: dict[str, Any] | None = None,
+    options: CardOptions | None = None,
+    **kwargs: Any,
+) -> str:
+    """Build a drafter's repository and send it, with what its folder knows of its training and measuring.
+
+    Args:
+        drafter: The drafter.
+        repo_id: "OWNER/NAME".
+        dtype: Type of the weights.
+        facts: As for [`build_repository`]; by default `training.json` of the folder it was loaded from.
+        results: The same; by default `results.json` of that folder.
+        options: As for [`build_repository`].
+        **kwargs: Further arguments of [`publish`].
+
+    Returns:
+        Address of the commit.
+
+    Raises:
+        PublishError: It could not be sent.
+        ValueError: A reader would not load it.
+    """
+    folder = Path(drafter.config.name_or_path or "")
+    if folder.is_dir() and drafter.config.name_or_path:
+        facts = read_facts(folder) if facts is None else facts
+        results = recorded_results(folder) if results is None else results
+    with tempfile.TemporaryDirectory() as temporary:
+        publication = build_repository(
+            drafter, temporary, repo_id, facts=facts, results=results, options=options, dtype=dtype
+        )
+        return publish(publication, **kwargs)
+
+
+def recorded_results(folder: Path) -> dict[str, Any] | None:
+    """What was measured of a drafter, where its folder has it in a form that a card can tell."""
+    path = folder / RESULTS_NAME
+    if not path.is_file():
+        return None
+    results = json.loads(path.read_text())
+    try:
+        read_results(results)
+    except (ValueError, KeyError) as error:
+        logger.warning(f"The card has no results: {path} is not what the card reads ({error}).")
+        return None
+    return results
+
+
+def full_repo_id(name: str, token: str | bool | None = None) -> str:
+    """A repository's name with its owner, by default the token's.
+
+    Args:
+        name: "OWNER/NAME" or "NAME".
+        token: As for [`publish`].
+
+    Raises:
+        PublishError: The token does not say whose it is.
+    """
+    if "/" in name:
+        return name
+    with _explained(name, "asking who the token is of"):
+        return f"{HfApi(token=token).whoami()['name']}/{name}"
 
 
 def _prepare(api: HfApi, repo_id: str, private: bool | None, branch: str, tag: str | None) -> set[str]:
@@ -155,4 +231,4 @@ def _advice(repo_id: str, error: BaseException) -> str:
     )
 
 
-__all__ = ["PublishError", "publish"]
+__all__ = ["PublishError", "full_repo_id", "publish", "push_drafter", "recorded_results"]

@@ -17,6 +17,7 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationMethod
 
 from .packing import PackedDataset
+from .partial_training import is_adapter
 from .run_record import LEARNING_ARGUMENTS
 from .training_args import DFlashTrainingArguments
 
@@ -68,7 +69,7 @@ def training_facts(trainer: Any, seconds: float, first_step: int) -> dict[str, A
     record, state, target = trainer.run_record, trainer.state, trainer.target.model
     model = trainer.accelerator.unwrap_model(trainer.model)
     quantised = vars(target.config).get("quantization_config")
-    adapters = vars(model).get("peft_config") or {}
+    adapters = model.peft_config if is_adapter(model) else {}
     facts: dict[str, Any] = {
         "format": 1,
         "target": {

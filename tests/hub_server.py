@@ -187,7 +187,9 @@ def create(self, body):
     self.check_write(owner)
     if name in self.server.repositories:
         raise Answer(409, "You already created this model repo")
-    repository = self.server.repositories[name] = Repository(asked.get("visibility") == "private" or bool(asked.get("private")))
+    repository = self.server.repositories[name] = Repository(
+        asked.get("visibility") == "private" or bool(asked.get("private"))
+    )
     repository.commit("main", "initial commit", {".gitattributes": b"*.safetensors filter=lfs\n"})
     self.send_json({"url": f"{self.server.url}/{name}", "name": name})
 

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Publishing over HTTP to a Hub on loopback, and what the repository holds."""
 
+import copy
+import hashlib
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +14,15 @@ import huggingface_hub
 import pytest
 import torch
 from hub_server import HubServer, Repository
+from runs import make_trainer
 from safetensors.torch import load_file
 from tiny import MASK_TOKEN_ID, dense_target
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, validate_checkpoint
+from dflash_hf.drafter_adapters import lora_config
 from dflash_hf.hub_repository import PublishError, publish
 from dflash_hf.model_card import CardOptions
+from dflash_hf.partial_training import plain_drafter
 from dflash_hf.publishing import build_repository, without_local_paths
 
 
@@ -53,12 +59,13 @@ def publication(drafter, tmp_path_factory):
 
 
 @pytest.fixture
-def hub(monkeypatch):
+def hub(monkeypatch, tmp_path):
     with HubServer() as server:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
         template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
         monkeypatch.setenv("HF_TOKEN", "hf_writer")
         yield server
@@ -140,8 +147,6 @@ def test_an_interrupted_push_shows_nothing_and_is_resumed(hub, publication, brea
 
 
 def digest(publication, name: str) -> str:
-    import hashlib
-
     return hashlib.sha256((publication.folder / name).read_bytes()).hexdigest()
 
 
@@ -220,3 +225,81 @@ def test_local_paths_are_cut_to_their_last_part(tmp_path):
     }
     cut = {"target": tmp_path.name, "text": "either/or", "id": "org/model", "x": ["b", "c"], "n": 1}
     assert without_local_paths(value) == cut
+
+
+def test_hb1_a_run_publishes_its_merged_adapter_and_tells_of_itself(hub, tmp_path, drafter):
+    """The target is a local folder, of which nothing is told."""
+    drafter.save_pretrained(tmp_path / "base")
+    dense_target().save_pretrained(tmp_path / "target")
+    trainer = make_trainer(
+        tmp_path / "run",
+        tmp_path / "target",
+        drafter=DFlashDraftModel.from_pretrained(tmp_path / "base"),
+        peft_config=lora_config(2),
+        max_steps=2,
+        save_strategy="no",
+        learning_rate=1e-2,
+    )
+    trainer.train()
+    trainer.save_model()
+    options = CardOptions(base_model="org/target")
+    url = trainer.push_to_hub("Adapted", tag="v1", options=options)
+    assert "/me/run/commit/" in url and not list((tmp_path / "run").glob("_*"))
+    files = hub.repositories["me/run"].tree("v1")
+    assert "adapter_model.safetensors" not in files and not [name for name in files if "optimizer" in name]
+    card = files["README.md"].decode()
+    for told in (
+        "org/target",
+        "LORA of rank 2, merged",
+        "learning_rate: 0.01",
+        "16, written by the target",
+        "2 steps",
+    ):
+        assert told in card
+    assert not [name for name, data in files.items() if str(tmp_path).encode() in data]
+    (tmp_path / "pushed").mkdir()
+    for name, data in files.items():
+        (tmp_path / "pushed" / name).write_bytes(data)
+    pushed = DFlashDraftModel.from_pretrained(tmp_path / "pushed", dtype=torch.float32)
+    expected = plain_drafter(trainer.model).state_dict()
+    assert all(torch.equal(p, expected[name].bfloat16().float()) for name, p in pushed.state_dict().items())
+    hub.fail["POST", "/commit/"] = 500
+    with pytest.raises(PublishError, match="Run the same again"):
+        trainer.push_to_hub("Again", options=CardOptions(base_model="org/other"))
+    assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
+
+
+def test_hb1_offline_a_run_saves_and_writes_its_card(tmp_path, drafter, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    dense_target().save_pretrained(tmp_path / "target")
+    trainer = make_trainer(
+        tmp_path / "run", tmp_path / "target", drafter=copy.deepcopy(drafter), max_steps=1, save_strategy="no"
+    )
+    trainer.train()
+    trainer.save_model()
+    trainer.create_model_card()
+    text = (tmp_path / "run" / "README.md").read_text()
+    card = huggingface_hub.ModelCard(text)
+    assert card.data.base_model is None and str(tmp_path) not in text and "`TARGET` is the target" in text
+    assert {"dflash", "speculative-decoding"} <= set(card.data.tags)
+
+
+def test_the_recipe_shows_what_it_would_send_and_sends_it(hub, tmp_path, drafter, monkeypatch, capsys):
+    drafter.save_pretrained(tmp_path / "run")
+    (tmp_path / "run" / "results.json").write_text(json.dumps(RESULTS))
+    (tmp_path / "run" / "optimizer.pt").write_bytes(b"large")
+    words = ["publish.py", "--drafter", str(tmp_path / "run"), "--repo_id", REPO, "--base_model", "org/target"]
+    monkeypatch.setattr(sys, "argv", [*words, "--dry_run", "true"])
+    main = runpy.run_path(str(Path(__file__).parents[1] / "recipes" / "publish.py"))["main"]
+    main()
+    shown = capsys.readouterr().out
+    sizes = dict(line.rsplit(None, 2)[:2] for line in shown.splitlines() if line.endswith(" kB"))
+    assert 150 < float(sizes["model.safetensors"]) < 170 and "| chats it was trained on | 3 | 2.50 |" in shown
+    assert "Nothing was sent" in shown and not hub.calls
+    monkeypatch.setattr(sys, "argv", [*words, "--private", "true", "--tag", "v1"])
+    main()
+    assert "Published: " in capsys.readouterr().out
+    assert "optimizer.pt" not in remote(hub) and json.loads(remote(hub)["results.json"]) == RESULTS
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    with pytest.raises(SystemExit, match=r"error: me/tiny-DFlash was not sent.*does not accept the access token"):
+        main()
