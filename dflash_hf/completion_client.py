@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+from .server_http import open_url
+
 
 # Answers that a later request may turn into a better one.
 RETRIED_STATUSES = (408, 409, 425, 429)
@@ -70,7 +72,7 @@ class CompletionServer:
         request = urllib.request.Request(
             f"{self.url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers, method="POST"
         )
-        with urllib.request.urlopen(request, timeout=self.timeout) as response:
+        with open_url(request, self.timeout) as response:
             answer = json.load(response)
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not choices or not isinstance(choices[0].get("message"), dict):
