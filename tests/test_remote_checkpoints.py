@@ -34,16 +34,19 @@ class Store:
     def __init__(self):
         self.server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
         self.server.start()
+        self.is_up = True
         _, self.port = self.server.get_host_and_port()
         self.endpoint = f"http://127.0.0.1:{self.port}"
         self.client = boto3.client("s3", endpoint_url=self.endpoint, config=Config(retries={"max_attempts": 1}))
 
     def down(self) -> None:
         self.server.stop()
+        self.is_up = False
 
     def up(self) -> None:
         self.server = ThreadedMotoServer(ip_address="127.0.0.1", port=self.port, verbose=False)
         self.server.start()
+        self.is_up = True
 
     def ask(self, path: str, body: bytes = b"") -> None:
         url = f"{self.endpoint}/moto-api/{path}"
@@ -53,8 +56,19 @@ class Store:
         return [entry["Key"] for entry in self.client.list_objects_v2(Bucket=BUCKET).get("Contents", [])]
 
 
+@pytest.fixture(scope="module")
+def server():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "planted-key-0123456789")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        server = Store()
+    yield server
+    server.down()
+
+
 @pytest.fixture
-def store(monkeypatch):
+def store(server, monkeypatch):
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "HTTP_PROXY", "http_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "planted-key-0123456789")
@@ -62,15 +76,15 @@ def store(monkeypatch):
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     # The client's own tries come on top of those here.
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    server = Store()
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
     server.client.create_bucket(Bucket=BUCKET)
     dflash_hf.remote_store.fsspec.get_filesystem_class("s3").clear_instance_cache()
     yield server
+    if not server.is_up:
+        server.up()
     server.ask("reset-auth", b"inf")
     # The buckets outlive a server that is switched off and on.
     server.ask("reset")
-    server.down()
 
 
 @pytest.fixture(scope="module")
