@@ -68,6 +68,9 @@ class DFlashTrainingArguments(TrainingArguments):
             Whether a hybrid target may run on CUDA without flash-linear-attention.
         drafter_attn_implementation (`str`, *optional*):
             `"flex_attention"`, `"sdpa"` or `"eager"`; by default flex on CUDA and sdpa elsewhere.
+        trainable_modules (`list[str]`, *optional*):
+            Modules of the drafter that are trained, such as `["fc", "hidden_norm"]` or `["layers.4"]`; the rest keeps
+            its weights. By default all.
         max_nonfinite_steps (`int`, *optional*, defaults to 10):
             Steps in a row with a loss or gradients that are not finite, each of them left out, that stop the run.
         remote_checkpoint_dir (`str`, *optional*):
@@ -128,6 +131,9 @@ class DFlashTrainingArguments(TrainingArguments):
         default=False, metadata={"help": "Run a hybrid target on CUDA without flash-linear-attention."}
     )
     drafter_attn_implementation: str | None = field(default=None, metadata={"help": "flex_attention, sdpa or eager."})
+    trainable_modules: list[str] | None = field(
+        default=None, metadata={"help": "Modules of the drafter that are trained; by default all."}
+    )
     max_nonfinite_steps: int = field(
         default=10, metadata={"help": "Steps in a row that are not finite and left out, after which the run stops."}
     )

@@ -43,7 +43,9 @@ def make_trainer(folder, target=None, documents=None, drafter=None, callbacks=No
             target.config, num_hidden_layers=2, num_taps=2, mask_token_id=MASK_TOKEN_ID, block_size=BLOCK_SIZE
         )
         drafter = DFlashDraftModel(config)
-    kwargs = {name: overrides.pop(name) for name in ("eval_dataset", "processing_class") if name in overrides}
+    kwargs = {
+        name: overrides.pop(name) for name in ("eval_dataset", "processing_class", "peft_config") if name in overrides
+    }
     values = {
         "output_dir": str(folder),
         "row_length": 32,
