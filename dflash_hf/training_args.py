@@ -212,6 +212,18 @@ class DFlashTrainingArguments(TrainingArguments):
                 "enable_jit_checkpoint=True would write a checkpoint in place, where a kill leaves half of it. Leave "
                 "it False: DFlashTrainer ends a run at SIGTERM and SIGINT with a checkpoint of its own."
             )
+        if self.fp16 and self.device.type == "cpu":
+            raise ValueError("fp16=True needs an accelerator; on a CPU leave it out, or set bf16=True.")
+        if self.neftune_noise_alpha is not None:
+            raise ValueError(
+                f"neftune_noise_alpha={self.neftune_noise_alpha} is noise on token embeddings, which are the target's "
+                "here. Leave it out; context_noise is the noise on the target's hidden states."
+            )
+        if self.train_sampling_strategy != "random":
+            raise ValueError(
+                f"train_sampling_strategy={self.train_sampling_strategy!r} has no effect: rows are packed, and "
+                "shuffled from the seed and the epoch alone. Leave it out."
+            )
         if self.label_smoothing_factor:
             raise ValueError(
                 f"label_smoothing_factor={self.label_smoothing_factor} has no effect on a drafter's objective, which "
