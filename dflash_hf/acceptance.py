@@ -16,7 +16,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .acceptance_report import AcceptanceReport, PromptAcceptance, bootstrap_difference
-from .generation import check_drafter, evaluation_mode, speculative_generate, stop_token_ids
+from .decoding_checks import check_drafter
+from .generation import evaluation_mode, speculative_generate, stop_token_ids
 from .modeling_dflash import DFlashDraftModel
 from .walk import walk_documents
 
@@ -130,16 +131,26 @@ def measure_acceptance(
 
     Raises:
         ValueError: When a prompt is empty or out of the vocabulary, there is none, the budget leaves nothing to
-            verify, or the drafter is another target's.
+            verify, the plain answers are of other prompts, or the drafter is another target's.
+        FloatingPointError: When the target or the drafter computes logits that are no numbers.
     """
     check_drafter(target, drafter)
+    if settings is not None and (max_new_tokens is not None or eos_token_id is not None):
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens} and eos_token_id={eos_token_id} were given beside settings, which have "
+            "their own. Give either."
+        )
+    if plain is not None and len(plain) != len(prompts):
+        raise ValueError(
+            f"There are {len(plain)} plain answers for {len(prompts)} prompts; expected one for each, in their order."
+        )
     settings = settings or DecodingSettings(max_new_tokens or 0, eos_token_id)
     rows = _prompt_rows(prompts, vocab_size=target.get_input_embeddings().get_parameter("weight").shape[0])
     results: list[PromptAcceptance] = []
     with tqdm(rows, desc="decoding", unit="prompt", disable=not progress) as bar:
         for index, input_ids in enumerate(bar):
             result = _decode_prompt(target, drafter, input_ids, settings)
-            answer = plain[index] if plain else None
+            answer = plain[index] if plain is not None else None
             if answer is None and check_lossless:
                 with evaluation_mode(target):
                     answer = _plain_answer(target, input_ids, settings)
