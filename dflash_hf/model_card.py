@@ -28,7 +28,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 """
 _PROMPT = """tokenizer = AutoTokenizer.from_pretrained({target})
 messages = [{{"role": "user", "content": "What is the capital of France?"}}]
-inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+inputs = tokenizer.apply_chat_template(
+    messages,
+    add_generation_prompt=True,
+    return_tensors="pt",
+    return_dict=True,
+)
 input_ids = inputs["input_ids"]
 """
 
@@ -151,7 +156,15 @@ def _in_python(serving: dict[str, str], repo_id: str, target: str, hybrid: bool)
 def _training(facts: dict[str, Any], options: CardOptions) -> str:
     parts = []
     if "steps" in facts:
-        parts.append(_table([["", ""], ["---", "---"], *([label, value] for label, value in _training_rows(facts))]))
+        parts.append(
+            _table(
+                [
+                    ["", ""],
+                    ["---", "---"],
+                    *([label, value] for label, value in _training_rows(facts, options.base_model)),
+                ]
+            )
+        )
     elif not options.train_command:
         parts.append("No record of the run is at hand.")
     if facts.get("recipe"):
@@ -235,11 +248,14 @@ def _sizes(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _training_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+def _training_rows(facts: dict[str, Any], base_model: str | None) -> list[tuple[str, str]]:
     """The table of how a drafter was trained."""
     target, data = facts["target"], facts.get("data")
     revision = f", revision `{target['revision']}`" if target["revision"] else ""
-    name = f"[{target['id']}](https://huggingface.co/{target['id']})" if target["id"] else "a local folder"
+    known = target["id"] or base_model
+    name = f"[{known}](https://huggingface.co/{known})" if known else "a local folder"
+    # What the publisher names may not be what was in the folder.
+    name += " (from a local copy)" if known and not target["id"] else ""
     quantised = f", quantised ({target['quantised']})" if target["quantised"] else ""
     rows = [("target", f"{name}{revision}, {target['dtype']}{quantised}; weights `{target['digest'][:12]}`")]
     for adapter in facts["adapter"].values():
