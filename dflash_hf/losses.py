@@ -182,6 +182,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
             loss = loss + part_loss
             if needs_grad:
                 spread = torch.zeros_like(terms)
+                assert part_gradient is not None
                 spread[part, 1:] = part_gradient
                 spread = spread.view(-1, kind.count)[index].to(values.dtype)
                 (gradient[index],) = torch.autograd.grad(values, slots, spread)
