@@ -61,6 +61,7 @@ class StudyArguments:
     mask_token_id: int = field(default=15, metadata={"help": "Token id of a slot to be drafted."})
     dev_rows: int = field(default=16, metadata={"help": "Rows of 1,024 tokens that are walked together."})
     num_train: int | None = field(default=None, metadata={"help": "Training documents to use; all by default."})
+    num_dev: int | None = field(default=None, metadata={"help": "Documents to walk; all by default."})
 
 
 def main() -> None:
@@ -144,7 +145,8 @@ def load_study(arguments: StudyArguments) -> Study:
     if on_cuda:
         compile_layers(drafter)
     print(f"Drafter: {drafter.num_parameters() / 1e6:.1f}M parameters, taps {config.target_layer_ids}.")
-    study = Study(target, drafter, train_documents[: arguments.num_train], dev, device, dev_rows=arguments.dev_rows)
+    train_documents, dev = train_documents[: arguments.num_train], dev[: arguments.num_dev]
+    study = Study(target, drafter, train_documents, dev, device, dev_rows=arguments.dev_rows)
     size = study.train_features.num_bytes + study.dev_features.num_bytes
     print(f"Hidden states of {study.train_features.padding} training tokens: {size / 2**30:.1f} GiB.")
     return study
