@@ -191,13 +191,7 @@ def write_checkpoint(trainer: Any, run_dir: Path, write_more: Callable[[Path], N
     args, name = trainer.args, f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
     aside, final = run_dir / f"{ASIDE_PREFIX}{name}", run_dir / name
 
-    def prepare() -> None:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        clean_up(run_dir)
-        check_disk_space(run_dir, checkpoint_bytes(trainer.model, trainer.optimizer, args.save_only_model))
-        aside.mkdir()
-
-    decided_by_main(trainer, prepare)
+    decided_by_main(trainer, lambda: _prepare(trainer, aside))
     error: Exception | None = None
     try:
         _write_files(trainer, aside, final)
@@ -219,6 +213,14 @@ def write_checkpoint(trainer: Any, run_dir: Path, write_more: Callable[[Path], N
         publish(aside, final)
     trainer.accelerator.wait_for_everyone()
     return final
+
+
+def _prepare(trainer: Any, aside: Path) -> None:
+    run_dir = aside.parent
+    run_dir.mkdir(parents=True, exist_ok=True)
+    clean_up(run_dir)
+    check_disk_space(run_dir, checkpoint_bytes(trainer.model, trainer.optimizer, trainer.args.save_only_model))
+    aside.mkdir()
 
 
 def _write_files(trainer: Any, aside: Path, final: Path) -> None:

@@ -135,19 +135,23 @@ def fetch_checkpoint(address: str, output_dir: str | Path) -> Path:
         return final
     aside = final.with_name(f"{ASIDE_PREFIX}{final.name}")
     shutil.rmtree(aside, ignore_errors=True)
-    for name in manifest["files"]:
-        path = aside / name
-        if not path.resolve().is_relative_to(aside.resolve()):
-            raise ValueError(f"The manifest of {address} names {name!r}, which is outside the checkpoint.")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        system.get_file(f"{root}/{name}", str(path))
-    (aside / MANIFEST_NAME).write_text(json.dumps(manifest, indent=1) + "\n")
+    _download(system, root, manifest, aside)
     problems = manifest_problems(aside)
     if problems:
         shutil.rmtree(aside)
         raise ValueError(f"{address} is not what its manifest says: {'; '.join(problems)}. Take an older one.")
     publish(aside, final)
     return final
+
+
+def _download(system: Any, root: str, manifest: dict[str, Any], folder: Path) -> None:
+    for name in manifest["files"]:
+        path = folder / name
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"The manifest of {root} names {name!r}, which is outside the checkpoint.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        system.get_file(f"{root}/{name}", str(path))
+    (folder / MANIFEST_NAME).write_text(json.dumps(manifest, indent=1) + "\n")
 
 
 def _is_there(folder: Path, manifest: dict[str, Any]) -> bool:

@@ -172,12 +172,9 @@ def check_record(folder: Path, own: dict[str, Any], allowed: list[str], has_rand
             + "\n  ".join(refused)
             + f"\nResume with what it was made with, or name what may differ in allow_resume_changes ({CHANGES})."
         )
-    notes += _changed_arguments(saved["arguments"], own["arguments"])
-    notes += [
-        f"{name} {saved['versions'].get(name)} there and {own['versions'][name]} here"
-        for name in own["versions"]
-        if saved["versions"].get(name) != own["versions"][name]
-    ]
+    learning = [name for name in LEARNING_ARGUMENTS if name in saved["arguments"]]
+    notes += _differences(saved["arguments"], own["arguments"], learning)
+    notes += _differences(saved["versions"], own["versions"], list(own["versions"]))
     if notes:
         logger.warning(f"Resuming {folder} with changes: {'; '.join(notes)}.")
 
@@ -186,8 +183,7 @@ def _difference(kind: str, saved: Any, own: Any) -> str:
     if saved == own or saved is None or own is None:
         return ""
     if kind == "rows":
-        names = [name for name in own if saved.get(name) != own[name]]
-        return ", ".join(f"{name} {saved.get(name)} there and {own[name]} here" for name in names)
+        return ", ".join(_differences(saved, own, list(own)))
     if kind == "target":
         if saved["digest"] == own["digest"]:
             return ""
@@ -205,9 +201,9 @@ def _difference(kind: str, saved: Any, own: Any) -> str:
     return "another vocabulary, other rules or another chat template"
 
 
-def _changed_arguments(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:
-    names = [name for name in LEARNING_ARGUMENTS if name in saved and saved[name] != own[name]]
-    return [f"{name} {saved[name]} there and {own[name]} here" for name in names]
+def _differences(saved: dict[str, Any], own: dict[str, Any], names: list[str]) -> list[str]:
+    names = [name for name in names if saved.get(name) != own[name]]
+    return [f"{name} {saved.get(name)} there and {own[name]} here" for name in names]
 
 
 __all__ = ["check_record", "data_digest", "git_commit", "run_record", "tokenizer_digest", "write_record"]

@@ -56,6 +56,10 @@ class BenchmarkArguments:
         default=None, metadata={"help": "bf16 autocast over fp32 masters, a bf16 target; by default on a GPU."}
     )
     compile: bool = field(default=False, metadata={"help": "Compile the drafter's layers, as training on a GPU does."})
+    gradient_checkpointing: bool = field(
+        default=False,
+        metadata={"help": "Compute the drafter's layers again in the backward, to save memory."},
+    )
     optimizer: bool = field(default=False, metadata={"help": "Also time the drafter's step with clipping and AdamW."})
     peers: str | None = field(default=None, metadata={"help": f"Commas between some of {', '.join(PEERS)}."})
     repeats: int = field(default=10, metadata={"help": "Timed steps, of which the median is reported."})
@@ -179,6 +183,8 @@ class Benchmark:
         return make_objective(self.args.objective, config.block_size)
 
     def drafter_step(self, drafter: DFlashDraftModel, head: FrozenHead, case: Case, optimize: bool) -> DrafterStep:
+        if self.args.gradient_checkpointing:
+            drafter.gradient_checkpointing_enable()
         batch, context = self.inputs(case, drafter.config)
         return DrafterStep(
             drafter,

@@ -8,6 +8,7 @@ round times, one after the other on the same cores, `tokenize_files` from JSON l
 `encode_batch` of the same rendered strings alone; their ratio is of that round. `--peers true` also times the
 preparation steps of SpecForge and speculators on rows in memory, without reading and writing, if they can be imported;
 what speculators asks of a server is answered within the process. Memory is that of all processes together (PSS).
+Ratios are given of elapsed time and of CPU time, which other work on the machine disturbs less.
 """
 
 import json
@@ -53,12 +54,24 @@ class BenchmarkArguments:
 
 @dataclass
 class Round:
-    """One pair of measurements, in tokens per second."""
+    """One pair of measurements, in tokens per second, and the ratios of elapsed and of CPU time."""
 
     tokenize_files: float
     encode_batch: float
     ratio: float
+    cpu_ratio: float
     peak_memory_bytes: int
+
+
+@dataclass
+class Spent:
+    """Seconds that have passed, and seconds of CPU that this process and its children have used meanwhile."""
+
+    elapsed: float = 0.0
+    cpu: float = 0.0
+
+    def __add__(self, other: "Spent") -> "Spent":
+        return Spent(self.elapsed + other.elapsed, self.cpu + other.cpu)
 
 
 def texts() -> list[str]:
@@ -129,15 +142,15 @@ class PeakMemory:
         self._thread.join()
 
 
-def seconds(function: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def spent(function: Callable[[], object]) -> Spent:
+    start, before = time.perf_counter(), os.times()
     function()
-    return time.perf_counter() - start
+    return Spent(time.perf_counter() - start, sum(os.times()[:4]) - sum(before[:4]))
 
 
-def time_encode_batch(tokenizer: PreTrainedTokenizerFast, folder: Path) -> tuple[float, int]:
-    """Seconds and tokens of the bare tokenizer over the rendered chats; rendering them is not timed."""
-    total, tokens, call, size = 0.0, 0, [], 0
+def time_encode_batch(tokenizer: PreTrainedTokenizerFast, folder: Path) -> tuple[Spent, int]:
+    """Time and tokens of the bare tokenizer over the rendered chats; rendering them is not timed."""
+    total, tokens, call, size = Spent(), 0, [], 0
 
     def encode() -> None:
         nonlocal tokens
@@ -148,13 +161,13 @@ def time_encode_batch(tokenizer: PreTrainedTokenizerFast, folder: Path) -> tuple
             call.append(tokenizer.apply_chat_template(json.loads(line)["messages"], tokenize=False))
             size += len(call[-1])
             if size > CALL_CHARACTERS:
-                total += seconds(encode)
+                total += spent(encode)
                 call, size = [], 0
-    return total + seconds(encode), tokens
+    return total + spent(encode), tokens
 
 
-def time_tokenize_files(tokenizer: PreTrainedTokenizerFast, folder: Path, num_proc: int) -> tuple[float, dict, int]:
-    """Seconds from JSON lines to finished shards, the manifest, and the most memory."""
+def time_tokenize_files(tokenizer: PreTrainedTokenizerFast, folder: Path, num_proc: int) -> tuple[Spent, dict, int]:
+    """Time from JSON lines to finished shards, the manifest, and the most memory."""
     output = folder.with_name("documents")
     manifest: dict = {}
 
@@ -163,35 +176,37 @@ def time_tokenize_files(tokenizer: PreTrainedTokenizerFast, folder: Path, num_pr
         manifest.update(tokenize_files(folder, output, tokenizer, options, num_proc=num_proc, disable_tqdm=True))
 
     with PeakMemory() as memory:
-        elapsed = seconds(run)
+        time_spent = spent(run)
     shutil.rmtree(output)
-    return elapsed, manifest, memory.peak
+    return time_spent, manifest, memory.peak
 
 
 def one_round(tokenizer: PreTrainedTokenizerFast, folder: Path, num_proc: int) -> Round:
     ours, manifest, memory = time_tokenize_files(tokenizer, folder, num_proc)
     bare, tokens = time_encode_batch(tokenizer, folder)
     # What max_length cuts off was tokenised too.
-    rate = tokens / ours
+    one = Round(tokens / ours.elapsed, tokens / bare.elapsed, bare.elapsed / ours.elapsed, bare.cpu / ours.cpu, memory)
     print(
-        f"tokenize_files {rate:,.0f} tokens/s ({manifest['tokens']:,} kept), encode_batch {tokens / bare:,.0f} "
-        f"tokens/s, ratio {rate * bare / tokens:.2f}, {memory / 2**30:.2f} GiB"
+        f"tokenize_files {one.tokenize_files:,.0f} tokens/s ({manifest['tokens']:,} kept), encode_batch "
+        f"{one.encode_batch:,.0f} tokens/s, ratio {one.ratio:.2f}, of CPU time {one.cpu_ratio:.2f}, "
+        f"{memory / 2**30:.2f} GiB",
+        flush=True,
     )
-    return Round(rate, tokens / bare, rate * bare / tokens, memory)
+    return one
 
 
-def time_specforge(tokenizer: PreTrainedTokenizerFast, chats: list[dict], num_proc: int) -> float:
+def time_specforge(tokenizer: PreTrainedTokenizerFast, chats: list[dict], num_proc: int) -> Spent:
     from specforge.data.preprocessing import build_eagle3_dataset
 
     data = datasets.Dataset.from_list(
         [{"id": str(i), "conversations": row["messages"]} for i, row in enumerate(chats)]
     )
-    return seconds(
+    return spent(
         lambda: build_eagle3_dataset(data, tokenizer, chat_template="qwen", max_length=4096, num_proc=num_proc)
     )
 
 
-def time_speculators(tokenizer: PreTrainedTokenizerFast, chats: list[dict], num_proc: int) -> float:
+def time_speculators(tokenizer: PreTrainedTokenizerFast, chats: list[dict], num_proc: int) -> Spent:
     from speculators.data_generation import preprocessing
 
     def render(endpoint, messages, *, add_generation_prompt, tools=None, truncate_prompt_tokens=None, **kwargs):
@@ -202,26 +217,31 @@ def time_speculators(tokenizer: PreTrainedTokenizerFast, chats: list[dict], num_
 
     preprocessing.render_conversation = render
     data = datasets.Dataset.from_list([{"conversations": row["messages"]} for row in chats])
-    return seconds(
+    return spent(
         lambda: preprocessing.build_speculator_training_dataset(
             data, tokenizer, max_length=4096, num_proc=num_proc, render_endpoint="http://within.the.process"
         )
     )
 
 
-def time_peers(tokenizer: PreTrainedTokenizerFast, folder: Path, num_proc: int, num_rounds: int) -> dict[str, float]:
-    """How many times as fast as each peer, the median over rounds."""
+def time_peers(tokenizer: PreTrainedTokenizerFast, folder: Path, num_proc: int, num_rounds: int) -> dict[str, dict]:
+    """How many times as fast as each peer, in elapsed and in CPU time, the medians over rounds."""
     chats = read_chats(folder)
-    ratios: dict[str, list[float]] = {"SpecForge": [], "speculators": []}
+    ratios: dict[str, list[Spent]] = {"SpecForge": [], "speculators": []}
     for _ in range(num_rounds):
-        ours, _, _ = time_tokenize_files(tokenizer, folder, num_proc)
         for name, function in (("SpecForge", time_specforge), ("speculators", time_speculators)):
+            ours, _, _ = time_tokenize_files(tokenizer, folder, num_proc)
             theirs = function(tokenizer, chats, num_proc)
-            ratios[name].append(theirs / ours)
+            ratios[name].append(Spent(theirs.elapsed / ours.elapsed, theirs.cpu / ours.cpu))
             print(
-                f"{len(chats):,} rows: tokenize_files {ours:.2f} s, {name} {theirs:.2f} s, {theirs / ours:.2f} times"
+                f"{len(chats):,} rows: tokenize_files {ours.elapsed:.2f} s, {name} {theirs.elapsed:.2f} s, "
+                f"{ratios[name][-1].elapsed:.2f} times, of CPU time {ratios[name][-1].cpu:.2f} times",
+                flush=True,
             )
-    return {name: statistics.median(values) for name, values in ratios.items()}
+    return {
+        name: {part: statistics.median(getattr(one, part) for one in found) for part in ("elapsed", "cpu")}
+        for name, found in ratios.items()
+    }
 
 
 def main(arguments: BenchmarkArguments) -> None:
@@ -235,6 +255,7 @@ def main(arguments: BenchmarkArguments) -> None:
         rounds = [one_round(tokenizer, folder, arguments.num_proc) for _ in range(arguments.rounds)]
         numbers["rounds"] = [asdict(one) for one in rounds]
         numbers["ratio"] = statistics.median(one.ratio for one in rounds)
+        numbers["cpu_ratio"] = statistics.median(one.cpu_ratio for one in rounds)
         # Later rounds also hold what the bare tokenizer has left to this process.
         numbers["peak_memory_bytes"] = rounds[0].peak_memory_bytes
         if arguments.peers:
@@ -242,7 +263,8 @@ def main(arguments: BenchmarkArguments) -> None:
             write_rows(folder, arguments.peer_megabytes * 1_000_000, arguments.files)
             numbers["times_as_fast_as"] = time_peers(tokenizer, folder, arguments.num_proc, arguments.rounds)
     print(
-        f"ratio to encode_batch {numbers['ratio']:.2f} (median of {len(rounds)}), at most "
+        f"ratio to encode_batch {numbers['ratio']:.2f} (median of {len(rounds)}), of CPU time "
+        f"{numbers['cpu_ratio']:.2f}, at most "
         f"{numbers['peak_memory_bytes'] / 2**30:.2f} GiB; times as fast as {numbers.get('times_as_fast_as', {})}"
     )
     if arguments.json:

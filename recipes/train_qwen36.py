@@ -23,12 +23,12 @@ from dflash_hf import (
     DFlashDraftModel,
     DFlashTrainer,
     DFlashTrainingArguments,
-    read_completions,
-    tokenize_completions,
+    load_documents,
 )
 from dflash_hf.adapting import adapt, check_continuing
 from dflash_hf.cli import parse_config
 from dflash_hf.launching import end_together
+from dflash_hf.manifest import read_manifest
 from dflash_hf.pairs import place_target, placements
 from dflash_hf.planning import check_memory, make_plan
 from dflash_hf.preflight import preflight
@@ -44,9 +44,11 @@ CONFIG = Path(__file__).resolve().parent / "qwen3.6-27b" / "config.yaml"
 class RecipeArguments:
     target: str = field(metadata={"help": "Hub id or folder of the target."})
     completions: str | None = field(
-        default=None, metadata={"help": "JSON lines (or a folder of them) of chats that the target answered."}
+        default=None, metadata={"help": "Documents of tokenize_completions.py, or JSON lines of answered chats."}
     )
-    eval_completions: str | None = field(default=None, metadata={"help": "Chats to evaluate on."})
+    eval_completions: str | None = field(
+        default=None, metadata={"help": "Documents (their eval split) or chats to evaluate on."}
+    )
     drafter: str | None = field(default=None, metadata={"help": "Drafter to continue; a new one if unset."})
     # A new drafter's shape; of these, block_size, sliding_window and target_layer_ids change one that continues.
     num_layers: int | None = field(default=None, metadata={"help": "Layers of a new drafter."})
@@ -144,17 +146,24 @@ def read_documents(recipe: RecipeArguments, args: DFlashTrainingArguments, confi
         return synthetic_documents(recipe.num_synthetic_documents, length, config.vocab_size, mask, args.seed), None
     tokenizer, eos_ids = AutoTokenizer.from_pretrained(recipe.target), eos_token_ids(recipe.target)
 
-    def documents(path: str):
-        return tokenize_completions(
-            read_completions(path),
+    def documents(address: str, split: str):
+        return load_documents(
+            address,
             tokenizer,
+            split,
+            allow_other_template=args.allow_other_template,
             max_length=args.max_length or args.row_length,
             enable_thinking=args.enable_thinking,
             eos_token_ids=eos_ids,
         )
 
     assert recipe.completions is not None  # checked
-    return documents(recipe.completions), documents(recipe.eval_completions) if recipe.eval_completions else None
+    evaluation = None
+    if recipe.eval_completions is not None:
+        # Of tokenised documents the part that was set apart for evaluation.
+        is_tokenized = read_manifest(recipe.eval_completions) is not None
+        evaluation = documents(recipe.eval_completions, "eval" if is_tokenized else "train")
+    return documents(recipe.completions, "train"), evaluation
 
 
 def eos_token_ids(target: str) -> list[int] | None:

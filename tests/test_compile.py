@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compilation happens once: batches of mixed documents have one shape and reuse the graphs of the first."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import tiny
 import torch
-from naive import random_drafter
+from naive import pack_rows, packed_forward, random_drafter, random_inputs
 
 from dflash_hf.data_collator import DataCollatorForDFlash, num_valid_anchors
 from dflash_hf.masking import block_position_ids, training_masks
@@ -106,3 +109,35 @@ def test_capped_and_scaled_logits_of_the_target_are_the_drafters_too(name):
         "final_logit_softcapping": 4 * torch.tanh(plain / 4), "logit_scale": plain * 4, "logits_scaling": plain / 4
     }[name]  # fmt: skip
     torch.testing.assert_close(FrozenHead(target, "cpu").logits(hidden), expected)
+
+
+def test_the_attention_benchmark_compares_equal_work(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "recipes")
+    import benchmark_attention
+
+    output = tmp_path / "attention.json"
+    benchmark_attention.main(["--num_tokens", "256", "--num_anchors", "32", "--repeats", "1", "--output", str(output)])
+    report = json.loads(output.read_text())
+    assert report["queries"] == 512 and report["keys"] == 768
+    assert report["largest_relative_difference"] < 1e-5
+
+
+def test_gradient_checkpointing_changes_nothing_and_keeps_less():
+    rows = pack_rows([[(30, [2, 7, 9, 25]), (16, [0, 5, 6])]], padding=3, unused=1)
+    drafter = random_drafter([SLIDING, FULL], window=9).train()
+    noise, context = random_inputs(drafter, rows)
+    results, kept = [], []
+    for checkpointing in (False, True):
+        if checkpointing:
+            drafter.gradient_checkpointing_enable()
+        drafter.zero_grad()
+        saved: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: saved.append(t.numel()) or t, lambda t: t
+        ):
+            output = packed_forward(drafter, rows, noise, context)
+        kept.append(sum(saved))
+        output.pow(3).sum().backward()
+        results.append([output.detach(), *(p.grad.clone() for p in drafter.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert kept[1] < 0.5 * kept[0]

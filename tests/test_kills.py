@@ -4,6 +4,8 @@
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -169,3 +171,28 @@ def test_a_run_of_two_ranks_goes_on_as_one_that_accumulates_and_back(whole, tmp_
     assert got["losses"] == pytest.approx(want["losses"], rel=1e-4)
     for name, parameter in want["parameters"].items():
         torch.testing.assert_close(got["parameters"][name], parameter, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_launcher_reaches_the_ranks(tmp_path, number):
+    """The launcher passes it on, waits 30 s for the ranks, and has a status of its own."""
+    script = tmp_path / "script.py"
+    script.write_text(f"import runs\nruns.train({str(tmp_path)!r}, seconds=0.05)\n")
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    with (tmp_path / "log").open("w") as log:
+        launcher = subprocess.Popen(
+            [*command, str(script)],
+            env={**os.environ, "PYTHONPATH": paths, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=log,
+        )
+        while not (tmp_path / "step-1").exists():
+            assert launcher.poll() is None, (tmp_path / "log").read_text()[-2000:]
+            time.sleep(0.05)
+        launcher.send_signal(number)
+        assert launcher.wait(60) == 1
+    newest = last_complete_checkpoint(tmp_path / "run")
+    assert {(tmp_path / f"step-{rank}").read_text() for rank in (0, 1)} == {newest.name.split("-")[1]}

@@ -62,6 +62,11 @@ def run(*words: str | Path, cwd: Path = ROOT) -> str:
 def test_the_training_recipe_runs_and_continues(launcher, target_folder, completions, tmp_path):
     if len(launcher) > 1:
         launcher = [*launcher, "--num_processes", "1", "--cpu"]
+        documents = tmp_path / "documents"
+        tokenize = [sys.executable, "recipes/tokenize_completions.py", "--completions", completions]
+        tokenize += ["--target", target_folder, "--output", documents, "--max_length", "96", "--num_proc", "1"]
+        run(*tokenize, "--eval_fraction", "0.4")
+        completions = documents
     script = [*launcher, "recipes/train_qwen36.py", "--target", target_folder, "--completions", completions]
     first, second = tmp_path / "first", tmp_path / "second"
     run(*script, *SHAPE, *SMALL, "--output_dir", first, "--eval_completions", completions)

@@ -347,7 +347,7 @@ class TestResume:
             tokenize_files(tmp_path / "in", tmp_path / "out", other, disable_tqdm=True)
 
     def test_a_changed_file_is_made_again(self, tmp_path):
-        source(tmp_path, a__jsonl=lines([chat("a", "b")]), b__jsonl=lines([chat("a", "c")]))
+        source(tmp_path, a__jsonl=lines([chat("a", "old")]), b__jsonl=lines([chat("a", "c")]))
         tokenize(tmp_path)
         time.sleep(0.01)
         source(tmp_path, a__jsonl=lines([chat("a", "new")]))

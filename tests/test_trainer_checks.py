@@ -119,13 +119,13 @@ def test_a_collator_of_another_block_size_is_refused(target, tmp_path):
 
 
 def test_thinking_is_handed_to_the_template(target, tmp_path):
-    tokenizer = byte_tokenizer(
-        CHATML_TEMPLATE.replace(
-            "<|im_start|>assistant\n{%", "<|im_start|>assistant\n{% if enable_thinking %}T{% endif %}{%"
-        )
-    )
-    assert "enable_thinking" in tokenizer.chat_template
-    chats = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Tb"}]}]
+    written = "{% if enable_thinking %}T{% endif %}"
+    template = CHATML_TEMPLATE.replace("<|im_start|>assistant\n{%", "<|im_start|>assistant\n" + written + "{%")
+    template = template.replace("\n{{ message['content'] }}", "\n{% if message['role'] == 'assistant' %}" + written
+                                + "{% endif %}{{ message['content'] }}")  # fmt: skip
+    tokenizer = byte_tokenizer(template)
+    assert template.count("enable_thinking") == 2
+    chats = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]}]
     starts = []
     for enable_thinking in (True, False):
         arguments = make_arguments(tmp_path, row_length=96, enable_thinking=enable_thinking)
