@@ -228,6 +228,13 @@ class _StopAfter(TrainerCallback):
         control.should_training_stop = state.global_step >= self.steps
 
 
+def test_decoding_leaves_the_drafter_that_trains_alone(small):
+    small.drafter.set_attn_implementation("eager")
+    report = study.decode(small, study.StudyArguments(target="", decode_prompts=1, decode_tokens=4))
+    assert report["decoded_prompts"] == 1 and small.drafter.config._attn_implementation == "eager"
+    small.drafter.set_attn_implementation("sdpa")
+
+
 def test_the_walk_is_the_packages_own(small):
     small.drafter.load_state_dict(small.weights(Run("a", start="last")))
     documents = [{name: value.tolist() for name, value in d.items()} for d in small.dev]

@@ -7,6 +7,7 @@ The runs stand in study_runs.yaml. Each finished one is a line of `results.jsonl
 when the study is started again; `table.md` and `study.png` show all of them. README.md says how to read them.
 """
 
+import copy
 import fnmatch
 import json
 import time
@@ -169,7 +170,8 @@ def drafter_config(arguments: StudyArguments) -> DFlashDraftConfig:
 def decode(study: Study, arguments: StudyArguments) -> dict[str, Any]:
     """Real decoding of some prompts, in the target's type, and the walk over the answers that come out."""
     target, dtype = study.target.model, next(study.target.model.parameters()).dtype
-    drafter = DFlashDraftModel(study.config).to(study.device, dtype)
+    # Of its own, since the attention of the one that trains is named in its configuration.
+    drafter = DFlashDraftModel(copy.deepcopy(study.config)).to(study.device, dtype)
     drafter.load_state_dict(study.drafter.state_dict())
     drafter.set_attn_implementation("sdpa")
     drafter.eval()
