@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+from .server_http import open_url
+
 
 # Answers that a later request may turn into a better one.
 RETRIED_STATUSES = (408, 409, 425, 429)
@@ -90,7 +92,7 @@ class CompletionServer:
         request = urllib.request.Request(
             f"{self.url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers, method="POST"
         )
-        with urllib.request.urlopen(request, timeout=self.timeout) as response:
+        with open_url(request, self.timeout) as response:
             answer = json.load(response)
         choices = answer.get("choices") if isinstance(answer, dict) else None
         first = choices[0] if isinstance(choices, list) and choices else None

@@ -136,7 +136,8 @@ def open_documents(
         storage_options=dict(storage_options or {}),
         cache_dir=cache_dir,
     )
-    data.info.description = json.dumps({name: manifest[name] for name in IDENTITY_FIELDS})
+    identity = {name: manifest[name] for name in IDENTITY_FIELDS}
+    data.info.description = json.dumps({**identity, "manifest_hash": _hash(json.dumps(manifest, sort_keys=True))})
     return data
 
 
@@ -185,6 +186,12 @@ def _manifest_and_shards(
             "is made by --eval_fraction."
         )
     return manifest, shards
+
+
+def manifest_hashes(documents: Any) -> list[str]:
+    """Hashes of the manifests that documents come from, sorted; none for other data sets."""
+    identities = _identities(documents) if isinstance(documents, Dataset) else []
+    return sorted({identity["manifest_hash"] for identity in identities})
 
 
 def check_documents_fit(
