@@ -6,7 +6,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .acceptance_report import AcceptanceReport, PromptAcceptance, bootstrap_difference
-from .generation import check_drafter, evaluation_mode, speculative_generate, stop_token_ids
+from .decoding_checks import check_drafter
+from .generation import evaluation_mode, speculative_generate, stop_token_ids
 from .modeling_dflash import DFlashDraftModel
 from .walk import walk_documents
 
@@ -42,6 +43,7 @@ class DecodingSettings:
         top_k: Number of most likely tokens kept; 0 keeps all.
         sample_drafts: Draw drafts from the drafter's distribution instead of proposing its most likely tokens.
         seed: Of the sampling; every prompt starts from it anew.
+        use_cache: As in [`speculative_generate`], for targets whose caches cannot be rolled back.
     """
 
     max_new_tokens: int
@@ -51,6 +53,7 @@ class DecodingSettings:
     top_k: int = 0
     sample_drafts: bool = False
     seed: int = 0
+    use_cache: bool = True
 
     def __post_init__(self):
         if self.max_new_tokens < 2:
@@ -111,6 +114,7 @@ def measure_acceptance(
     *,
     settings: DecodingSettings | None = None,
     plain: Sequence[PlainAnswer] | None = None,
+    keep: Callable[[AcceptanceReport], None] | None = None,
 ) -> AcceptanceReport:
     """Decode prompts one by one and report the acceptance length.
 
@@ -124,22 +128,33 @@ def measure_acceptance(
         progress: Show a bar with the speed of the speculative decoding.
         settings: How to decode, where that is not greedy.
         plain: The target's own answers with the same settings, where they are at hand.
+        keep: Called with the report so far after each prompt, so that an interrupt loses nothing.
 
     Returns:
         [`AcceptanceReport`]. Sampled answers differ from run to run, so only greedy ones are compared.
 
     Raises:
         ValueError: When a prompt is empty or out of the vocabulary, there is none, the budget leaves nothing to
-            verify, or the drafter is another target's.
+            verify, the plain answers are of other prompts, or the drafter is another target's.
+        FloatingPointError: When the target or the drafter computes logits that are no numbers.
     """
     check_drafter(target, drafter)
+    if settings is not None and (max_new_tokens is not None or eos_token_id is not None):
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens} and eos_token_id={eos_token_id} were given beside settings, which have "
+            "their own. Give either."
+        )
+    if plain is not None and len(plain) != len(prompts):
+        raise ValueError(
+            f"There are {len(plain)} plain answers for {len(prompts)} prompts; expected one for each, in their order."
+        )
     settings = settings or DecodingSettings(max_new_tokens or 0, eos_token_id)
     rows = _prompt_rows(prompts, vocab_size=target.get_input_embeddings().get_parameter("weight").shape[0])
     results: list[PromptAcceptance] = []
     with tqdm(rows, desc="decoding", unit="prompt", disable=not progress) as bar:
         for index, input_ids in enumerate(bar):
             result = _decode_prompt(target, drafter, input_ids, settings)
-            answer = plain[index] if plain else None
+            answer = plain[index] if plain is not None else None
             if answer is None and check_lossless:
                 with evaluation_mode(target):
                     answer = _plain_answer(target, input_ids, settings)
@@ -148,10 +163,12 @@ def measure_acceptance(
             if answer is not None and settings.temperature == 0:
                 result = replace(result, **_compare(target, result, answer.output_ids))
             results.append(result)
-            report = AcceptanceReport(results, drafter.config.block_size or 0, settings.max_new_tokens)
+            report = AcceptanceReport(list(results), drafter.config.block_size or 0, settings.max_new_tokens)
             bar.set_postfix_str(
                 f"{report.tokens_per_second:.1f} tokens/s, acceptance length {report.acceptance_length:.2f}"
             )
+            if keep is not None:
+                keep(report)
     return report
 
 
@@ -206,6 +223,7 @@ def _decode_prompt(
         top_k=settings.top_k,
         sample_drafts=settings.sample_drafts,
         generator=generator,
+        use_cache=settings.use_cache,
     )
     # Reading the tokens waits for the device.
     output_ids = output.sequences[0, input_ids.shape[1] :].tolist()

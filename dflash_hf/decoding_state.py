@@ -27,7 +27,7 @@ from transformers.cache_utils import (
 )
 
 from .modeling_dflash import DFlashDraftModel
-from .target import block_inputs
+from .target import block_inputs, decoder_layers, head_place, logit_transform
 
 
 # With a block of 16 behind them, the waiting tokens fill a chunk of the recurrent layers' kernels.
@@ -49,6 +49,7 @@ class DecodingState:
         self.target_cache, self.drafter_cache = DynamicCache(config=target.config), DFlashCache(config=drafter.config)
         self.drafter_cache.activate_past_recording()
         self.recurrent = _RecurrentLayers(target, self.target_cache)
+        self._transform = logit_transform(target.config.get_text_config(decoder=True))
         # Taps of committed tokens that the drafter has not read.
         self.context = self._verified = torch.empty(0)
 
@@ -70,11 +71,11 @@ class DecodingState:
 
     def draft(self, anchor: torch.Tensor) -> torch.Tensor:
         """Logits `[b - 1, V]` of the slots after the anchor `[1, 1]`, the last known token."""
-        hidden_states = draft_forward(self.target, self.drafter, anchor, self.context, cache=self.drafter_cache)
+        logits = draft_forward(self.target, self.drafter, anchor, self.context, cache=self.drafter_cache)
         # The block's own keys and values are of masked tokens.
         self.drafter_cache.crop(-self.drafter.config.block_size)
         self.context = self.context[:, :0]
-        return hidden_states
+        return self._transform(logits)
 
     def verify(self, anchor: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
         """Logits `[b, V]` of the tokens after the anchor `[1, 1]` and after each draft `[b - 1]`."""
@@ -115,6 +116,7 @@ class UncachedDecodingState:
     def __init__(self, target: PreTrainedModel, drafter: DFlashDraftModel):
         self.target, self.drafter = target, drafter
         self.known = torch.empty(1, 0, dtype=torch.long)
+        self._transform = logit_transform(target.config.get_text_config(decoder=True))
         self.context = torch.empty(0)
 
     def __enter__(self) -> "UncachedDecodingState":
@@ -132,7 +134,8 @@ class UncachedDecodingState:
     def draft(self, anchor: torch.Tensor) -> torch.Tensor:
         """As [`DecodingState.draft`]."""
         self.known = torch.cat([self.known, anchor], dim=1)
-        return draft_forward(self.target, self.drafter, anchor, self.context[:, : self.known.shape[1] - 1])
+        context = self.context[:, : self.known.shape[1] - 1]
+        return self._transform(draft_forward(self.target, self.drafter, anchor, context))
 
     def verify(self, anchor: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
         """As [`DecodingState.verify`]."""
@@ -158,11 +161,11 @@ class _RecurrentLayers:
     def __init__(self, target: PreTrainedModel, cache: DynamicCache):
         self.cache = cache
         self.mixers: dict[int, nn.Module] = {}
-        decoder_layers = target.get_decoder().layers
+        layers = decoder_layers(target)
         for index, layer in enumerate(cache.layers):
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.activate_past_recording()
-            mixer = dict(decoder_layers[index].named_children()).get("linear_attn")
+            mixer = dict(layers[index].named_children()).get("linear_attn")
             if type(layer) is LinearAttentionLayer and mixer is not None:
                 self.mixers[index] = mixer
             elif not isinstance(layer, DynamicLayer) or isinstance(layer, LinearAttentionLayer):
@@ -255,7 +258,7 @@ def draft_forward(
     context: torch.Tensor,
     cache: DFlashCache | None = None,
 ) -> torch.Tensor:
-    """The drafter's logits for the slots after an anchor.
+    """The drafter's logits for the slots after an anchor, before the target's scale or cap on logits.
 
     Args:
         target: The target, whose embeddings and head the drafter uses.
@@ -274,8 +277,7 @@ def draft_forward(
     table, head = target.get_input_embeddings().get_parameter("weight"), target.get_output_embeddings()
     noise_embeds = block_inputs(table, anchor.to(table.device), mask_token_id, block_size)
     output = drafter(noise_embeds.to(drafter.device, drafter.dtype), context, cache=cache)
-    hidden_states = output.last_hidden_state[0, 1:]
-    return head(hidden_states.to(head.weight.device, head.weight.dtype))
+    return head(output.last_hidden_state[0, 1:].to(*head_place(table, head)))
 
 
 __all__ = ["DecodingState", "UncachedDecodingState"]

@@ -12,21 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import (
-    EosTokenCriteria,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    MinPLogitsWarper,
-    StoppingCriteriaList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
+from .decoding_checks import check_drafter, check_finite, check_request, check_supported
 from .decoding_state import DecodingState, UncachedDecodingState
 from .modeling_dflash import DFlashDraftModel
 from .sampling import Greedy, Sampling
-from .target import check_fits
 
 
 @dataclass(frozen=True)
@@ -84,11 +75,12 @@ def speculative_generate(
         [`SpeculativeOutput`].
 
     Raises:
-        ValueError: When the prompt is not one row of tokens, the budget is empty, a sampling setting is out of range,
-            the drafter is another target's, or the target's caches cannot be rolled back.
+        ValueError: When the prompt is not one row of the target's tokens, the budget is empty, a sampling setting is
+            out of range, the drafter is another target's, or the target's caches cannot be rolled back.
+        FloatingPointError: When the target or the drafter computes logits that are no numbers.
     """
     check_drafter(target, drafter)
-    check_request(input_ids, max_new_tokens)
+    check_request(target, drafter, input_ids, max_new_tokens)
     sampling = Sampling.of(temperature, top_p, top_k, sample_drafts, generator)
     stop = stop_token_ids(target, eos_token_id)
     return _decode(target, drafter, input_ids.to(target.device), max_new_tokens, stop, sampling, use_cache)
@@ -109,12 +101,16 @@ def _decode(
     accepted: list[int] = []
     state_class = DecodingState if use_cache else UncachedDecodingState
     with evaluation_mode(target, drafter), state_class(target, drafter) as state:
-        known = torch.cat([known, sampling.first(state.prefill(known))[None].to(known.device)], dim=1)
+        logits = state.prefill(known).to(known.device)
+        check_finite(target=logits)
+        known = torch.cat([known, sampling.first(logits)[None]], dim=1)
         while known.shape[1] < limit and known[0, -1].item() not in stop:
             anchor = known[:, -1:]
-            drafts, proposed_from = sampling.propose(state.draft(anchor)[None].to(known.device))
+            draft_logits = state.draft(anchor)[None].to(known.device)
+            drafts, proposed_from = sampling.propose(draft_logits)
             # The block always has b slots: how much of it fits is the cut's business.
             logits = state.verify(anchor, drafts[0])[None].to(known.device)
+            check_finite(target=logits, drafter=draft_logits)
             num_accepted, tokens = sampling.verify(drafts, proposed_from, logits)
             new = _cut(tokens[0].tolist(), int(num_accepted[0]), limit - known.shape[1], stop)
             committed.append(len(new))
@@ -161,78 +157,21 @@ def speculative_decoding(
         The prompt and the generated tokens, `[1, n + m]`.
 
     Raises:
-        ValueError: Without a drafter, for several or padded prompts, and for settings whose effect would be lost.
+        ValueError: Without a drafter, for several or padded prompts, and for settings and inputs (as images) whose
+            effect would be lost.
+        FloatingPointError: As [`speculative_generate`].
     """
     if drafter is None:
         raise ValueError("generate was called without a drafter; pass drafter= beside custom_generate=.")
     max_new_tokens = generation_config.max_length - input_ids.shape[1]
     check_drafter(model, drafter)
-    check_request(input_ids, max_new_tokens)
-    _check_supported(logits_processor, stopping_criteria, generation_config, model_kwargs)
+    check_request(model, drafter, input_ids, max_new_tokens)
+    check_supported(logits_processor, stopping_criteria, generation_config, model_kwargs)
     sampling: Greedy | Sampling = Greedy()
     if generation_config.do_sample:
         sampling = Sampling(logits_processor, sample_drafts, generator)
     stop = stop_token_ids(model, generation_config.eos_token_id or [])
     return _decode(model, drafter, input_ids, max_new_tokens, stop, sampling).sequences
-
-
-def _check_supported(
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-) -> None:
-    """Refuse settings of `generate` whose effect would be lost."""
-    known = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-    others = [type(p).__name__ for p in processors if not (generation_config.do_sample and isinstance(p, known))]
-    others += [type(c).__name__ for c in criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
-    if generation_config.return_dict_in_generate:
-        others.append("return_dict_in_generate")
-    if others:
-        raise ValueError(
-            f"The settings of this call ask for {', '.join(others)}; speculative decoding knows temperature, top_k, "
-            "top_p and min_p (with do_sample=True), a budget and end-of-sequence tokens, and returns token ids. Leave "
-            "the others out, also in the target's generation_config."
-        )
-    mask = model_kwargs.get("attention_mask")
-    if mask is not None and not bool(mask.all()):
-        raise ValueError("The attention_mask has zeros: prompts are decoded one by one, so give them without padding.")
-
-
-def check_drafter(target: PreTrainedModel, drafter: DFlashDraftModel) -> None:
-    """Refuse a drafter that was made for another target, and a target without head or without all its layers.
-
-    Raises:
-        ValueError: Naming the field, both values and the way out.
-    """
-    if target.get_output_embeddings() is None:
-        raise ValueError(
-            f"{type(target).__name__} has no output head (get_output_embeddings() is None), so it writes no tokens. "
-            "Load the target with AutoModelForCausalLM."
-        )
-    check_fits(drafter.config, target.config, target.get_input_embeddings().get_parameter("weight").shape[0])
-    text_config = target.config.get_text_config(decoder=True)
-    depth = len(target.get_decoder().layers)
-    if depth != text_config.num_hidden_layers:
-        raise ValueError(
-            f"The target has {depth} of its {text_config.num_hidden_layers} layers, as a target that was cut for "
-            "training: it gives hidden states but no tokens. Decode with the whole model."
-        )
-
-
-def check_request(input_ids: torch.Tensor, max_new_tokens: int) -> None:
-    """Refuse anything but one row of at least one token and a budget of at least one.
-
-    Raises:
-        ValueError: Saying what was given.
-    """
-    if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] == 0:
-        raise ValueError(
-            f"input_ids has the shape {list(input_ids.shape)}; expected [1, n] with n >= 1: prompts are decoded one "
-            "by one, from at least one token. Call once per prompt, and put a BOS token where there is no text."
-        )
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; expected at least 1, the token of the prefill.")
 
 
 def stop_token_ids(target: PreTrainedModel, eos_token_id: int | list[int] | None) -> list[int]:

@@ -154,6 +154,13 @@ class Sampling:
     def _draw(self, weights: torch.Tensor) -> torch.Tensor:
         """A token for each distribution `[..., V]`, which need not be normalised."""
         flat = weights.flatten(0, -2)
+        # Drawing waits for the device anyway.
+        if not flat.sum(dim=-1).isfinite().all():
+            raise FloatingPointError(
+                "There is nothing to draw from: logits hold NaN or infinity. The weights of target or drafter are "
+                "damaged, their hidden states overflow in their type (use bfloat16 or float32), or the temperature "
+                "is so near to 0 that dividing by it overflows (use 0)."
+            )
         return torch.multinomial(flat, 1, generator=self.generator)[:, 0].view(weights.shape[:-1])
 
 

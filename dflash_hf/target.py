@@ -65,12 +65,9 @@ class FrozenHead:
                 f"The target's embedding is stored as {self.embedding_weight.dtype}, but the drafter reads its rows "
                 "as they are. Quantise the target without its embedding, as most methods do."
             )
-        # A quantised head may store integers, or no weight at all; it multiplies in the type of the embedding.
-        weight = dict(self.head.named_parameters()).get("weight", self.embedding_weight)
-        stored: torch.dtype = weight.dtype
-        self.head_dtype: torch.dtype = stored if stored in COMPUTE_TYPES else self.embedding_weight.dtype
+        self.head_dtype: torch.dtype = head_place(self.embedding_weight, self.head)[1]
         self.vocab_size: int = self.embedding_weight.shape[0]
-        self._transform = _logit_transform(target.config.get_text_config(decoder=True))
+        self._transform = logit_transform(target.config.get_text_config(decoder=True))
 
     def noise_embeds(self, anchor_token_ids: torch.Tensor, mask_token_id: int, block_size: int) -> torch.Tensor:
         """[`block_inputs`] from the target's embedding."""
@@ -84,7 +81,14 @@ class FrozenHead:
         return self._transform(self.head(hidden_states.to(self.head_dtype)))
 
 
-def _logit_transform(config: PreTrainedConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+def head_place(embedding_weight: torch.Tensor, head: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Device and type of a head's input."""
+    # A quantised head may store integers, or no weight at all; it multiplies in the type of the embedding.
+    weight = dict(head.named_parameters()).get("weight", embedding_weight)
+    return weight.device, weight.dtype if weight.dtype in COMPUTE_TYPES else embedding_weight.dtype
+
+
+def logit_transform(config: PreTrainedConfig) -> Callable[[torch.Tensor], torch.Tensor]:
     """What a target does with its logits after the head, by the fields of its configuration that say so."""
     fields = config.to_dict()
     scale = (fields.get("logit_scale") or 1.0) / (fields.get("logits_scaling") or 1.0)
@@ -176,7 +180,7 @@ class FrozenTarget:
             )
         self.config: PreTrainedConfig = self.model.config.get_text_config(decoder=True)
         self.target_layer_ids = list(target_layer_ids)
-        self.layers: nn.ModuleList = _decoder_layers(self.model)
+        self.layers: nn.ModuleList = decoder_layers(self.model)
         self._check_taps()
         self.final_states = final_states
         if owned and not final_states:
@@ -431,7 +435,7 @@ def _is_on(parameter: torch.Tensor, device: torch.device | str) -> bool:
     return parameter.device.type == device.type and device.index in (None, parameter.device.index)
 
 
-def _decoder_layers(model: Any) -> nn.ModuleList:
+def decoder_layers(model: Any) -> nn.ModuleList:
     decoder = model.get_decoder()
     layers = dict(decoder.named_children()).get("layers")
     if not isinstance(layers, nn.ModuleList):

@@ -80,6 +80,9 @@ class DFlashTrainingArguments(TrainingArguments):
             Whether a hybrid target may run on CUDA without flash-linear-attention.
         drafter_attn_implementation (`str`, *optional*):
             `"flex_attention"`, `"sdpa"` or `"eager"`; by default flex on CUDA and sdpa elsewhere.
+        trainable_modules (`list[str]`, *optional*):
+            Modules of the drafter that are trained, such as `["fc", "hidden_norm"]` or `["layers.4"]`; the rest keeps
+            its weights. By default all.
         max_nonfinite_steps (`int`, *optional*, defaults to 10):
             Steps in a row with a loss or gradients that are not finite, each of them left out, that stop the run.
         remote_checkpoint_dir (`str`, *optional*):
@@ -151,6 +154,9 @@ class DFlashTrainingArguments(TrainingArguments):
         default=False, metadata={"help": "Run a hybrid target on CUDA without flash-linear-attention."}
     )
     drafter_attn_implementation: str | None = field(default=None, metadata={"help": "flex_attention, sdpa or eager."})
+    trainable_modules: list[str] | None = field(
+        default=None, metadata={"help": "Modules of the drafter that are trained; by default all."}
+    )
     max_nonfinite_steps: int = field(
         default=10, metadata={"help": "Steps in a row that are not finite and left out, after which the run stops."}
     )
@@ -228,6 +234,18 @@ class DFlashTrainingArguments(TrainingArguments):
             raise ValueError(
                 "enable_jit_checkpoint=True would write a checkpoint in place, where a kill leaves half of it. Leave "
                 "it False: DFlashTrainer ends a run at SIGTERM and SIGINT with a checkpoint of its own."
+            )
+        if self.fp16 and self.device.type == "cpu":
+            raise ValueError("fp16=True needs an accelerator; on a CPU leave it out, or set bf16=True.")
+        if self.neftune_noise_alpha is not None:
+            raise ValueError(
+                f"neftune_noise_alpha={self.neftune_noise_alpha} is noise on token embeddings, which are the target's "
+                "here. Leave it out; context_noise is the noise on the target's hidden states."
+            )
+        if self.train_sampling_strategy != "random":
+            raise ValueError(
+                f"train_sampling_strategy={self.train_sampling_strategy!r} has no effect: rows are packed, and "
+                "shuffled from the seed and the epoch alone. Leave it out."
             )
         if self.label_smoothing_factor:
             raise ValueError(

@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 
 from .configuration_dflash import DFlashDraftConfig
 from .data_collator import DataCollatorForDFlash
-from .generation import check_drafter, evaluation_mode
+from .decoding_checks import check_drafter
+from .generation import evaluation_mode
 from .losses import CHUNK_LOGITS, IGNORE_INDEX
 from .masking import block_position_ids, training_masks
 from .modeling_dflash import DFlashDraftModel
@@ -138,8 +139,11 @@ def right_drafts(
     slots = hidden_states.reshape(rows * num_anchors, block_size, -1)[:, 1:]
     expected = labels.reshape(rows * num_anchors, block_size)[:, 1:]
     step = max(1, CHUNK_LOGITS // (vocab_size * (block_size - 1)))
-    # Labels behind the end are no token's id, so nothing there is right.
-    right = [head(slots[i : i + step]).argmax(dim=-1) == expected[i : i + step] for i in range(0, len(slots), step)]
+    right = []
+    for i in range(0, len(slots), step):
+        largest, tokens = head(slots[i : i + step]).max(dim=-1)
+        # Labels behind the end are no token's id, so nothing there is right. Where logits are NaN, no token is meant.
+        right.append((tokens == expected[i : i + step]) & largest.isfinite())
     return torch.cat(right).long().cumprod(dim=1).sum(dim=1).view(rows, num_anchors)
 
 

@@ -294,6 +294,16 @@ def test_bad_prompts_and_budgets_are_refused_before_decoding(monkeypatch, prompt
         measure_acceptance(target, drafter_for(target), prompts, budget, progress=False)
 
 
+def test_settings_given_twice_and_answers_to_other_prompts_are_refused():
+    target, _ = target_and_answer("dense")
+    drafter, settings = drafter_for(target), DecodingSettings(4)
+    for twice in ({"max_new_tokens": 8}, {"eos_token_id": 5}):
+        with pytest.raises(ValueError, match=r"beside settings, which have their own\. Give either"):
+            measure_acceptance(target, drafter, [PROMPT], settings=settings, **twice)
+    with pytest.raises(ValueError, match="1 plain answers for 2 prompts"):
+        measure_acceptance(target, drafter, [PROMPT, [1]], settings=settings, plain=[PlainAnswer([1], 1.0)])
+
+
 @pytest.mark.parametrize("name", ["dense", "hybrid"])
 def test_a_drafter_of_another_target_is_refused(name):
     target, _ = target_and_answer(name)

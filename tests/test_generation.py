@@ -2,16 +2,19 @@
 """Speculative decoding: the target's own tokens, whatever the drafter says."""
 
 import functools
+import logging
 
 import pytest
 import torch
 from naive import random_drafter
 from tiny import HIDDEN_SIZE, MASK_TOKEN_ID, VOCAB_SIZE, dense_target, hybrid_target, llama_target
+from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.cache_utils import DynamicLayer
 
 from dflash_hf import DFlashDraftModel, decoding_state
 from dflash_hf.decoding_state import DecodingState
 from dflash_hf.generation import speculative_decoding, speculative_generate
+from dflash_hf.target import FrozenHead
 
 
 torch.set_num_threads(1)
@@ -241,6 +244,10 @@ def test_models_in_training_mode_decode_in_eval_mode_and_get_it_back():
         (torch.zeros(2, 3, dtype=torch.long), 5, r"shape \[2, 3\].*one by one"),
         (torch.zeros(3, dtype=torch.long), 5, r"shape \[3\]"),
         (torch.zeros(1, 3, dtype=torch.long), 0, "max_new_tokens is 0"),
+        (torch.zeros(1, 3), 5, "of the type torch.float32; expected a tensor of token ids"),
+        ([[1, 2]], 5, "input_ids is a <class 'list'>"),
+        (torch.tensor([[3, 272]]), 5, "ids 3 to 272, the target's embedding has 272 rows: .*another tokenizer"),
+        (torch.tensor([[-1, 3]]), 5, "ids -1 to 3"),
     ],
 )
 def test_bad_requests_are_refused(input_ids, budget, message):
@@ -272,6 +279,87 @@ def test_a_target_without_head_or_cut_for_training_is_refused():
     del target.model.layers[5:]
     with pytest.raises(ValueError, match="5 of its 6 layers"):
         speculative_generate(target, drafter, torch.tensor([PROMPT]), 5)
+
+
+@pytest.mark.parametrize("sampled", [{}, {"temperature": 1.0}, {"temperature": 1.0, "sample_drafts": True}])
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_logits_that_are_no_numbers_are_an_error(sampled, use_cache):
+    """Else both models' NaN would give the same token, and all drafts would seem right."""
+    target = dense_target()
+    drafter = drafter_for(target)
+    with torch.no_grad():
+        drafter.norm.weight.fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match=r"drafter's logits hold NaN|There is nothing to draw from"):
+        speculative_generate(target, drafter, torch.tensor([PROMPT]), 9, use_cache=use_cache, **sampled)
+    with torch.no_grad():
+        target.get_output_embeddings().weight[3].fill_(torch.inf)
+    with pytest.raises(FloatingPointError, match=r"target's logits hold NaN .*float16 ends at 65504"):
+        speculative_generate(target, drafter, torch.tensor([PROMPT]), 9, use_cache=use_cache, **sampled)
+
+
+def test_logits_of_a_verification_are_looked_at_too():
+    target, calls = dense_target(), []
+
+    def damage(module, args, output):
+        calls.append(1)
+        if len(calls) == 3:
+            output.logits.fill_(torch.nan)
+
+    oracle = oracle_for(target, greedy(target, PROMPT, 30), [True] * 3)
+    target.register_forward_hook(damage)
+    with pytest.raises(FloatingPointError, match="target's logits"):
+        speculative_generate(target, oracle, torch.tensor([PROMPT]), 30)
+    assert len(calls) == 3
+
+
+def test_more_positions_than_the_target_knows_are_a_warning(caplog):
+    target = dense_target(max_position_embeddings=27)
+    drafter = drafter_for(target)
+    logger = logging.getLogger("dflash_hf.decoding_checks")
+    logger.addHandler(caplog.handler)
+    # 7 + 19 tokens, and three slots behind the last token but one.
+    assert speculative_generate(target, drafter, torch.tensor([PROMPT]), 18).sequences.shape[1] == 25
+    assert not caplog.records
+    for budget in (19, 20):
+        speculative_generate(target, drafter, torch.tensor([PROMPT]), budget)
+    logger.removeHandler(caplog.handler)
+    assert caplog.text.count("max_position_embeddings=27") == len(caplog.records) > 0
+    assert len({id(record) for record in caplog.records}) == 1
+
+
+def test_a_target_whose_layers_are_elsewhere_says_so():
+    target = GPT2LMHeadModel(GPT2Config(vocab_size=272, n_embd=64, n_layer=6, n_head=2))
+    with pytest.raises(ValueError, match="GPT2LMHeadModel keeps its decoder layers in another place"):
+        speculative_generate(target, drafter_for(target), torch.tensor([PROMPT]), 5)
+
+
+class IntegerHead(torch.nn.Module):
+    """A head that stores rounded rows."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.scale = weight.abs().max().item() / 127
+        self.weight = torch.nn.Parameter((weight / self.scale).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, hidden_states):
+        return hidden_states @ (self.weight.to(hidden_states.dtype) * self.scale).T
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_drafts_go_through_the_head_as_in_training(use_cache):
+    """In its own type where it stores integers, with the target's scale and cap on logits."""
+    target = dense_target()
+    target.set_output_embeddings(IntegerHead(target.get_output_embeddings().weight.detach()))
+    target.config.logit_scale, target.config.final_logit_softcapping = 4.0, 3.0
+    drafter, hidden = drafter_for(target), []
+    drafter.norm.register_forward_hook(lambda module, args, output: hidden.append(output))
+    state_class = DecodingState if use_cache else decoding_state.UncachedDecodingState
+    with torch.no_grad(), state_class(target, drafter) as state:
+        state.prefill(torch.tensor([PROMPT]))
+        logits = state.draft(torch.tensor([[8]]))
+        expected = FrozenHead(target, "cpu").logits(hidden[-1][0, 1:])
+    torch.testing.assert_close(logits, expected)
+    assert 1.0 < logits.abs().max() < 3.0
 
 
 # --- caches ---
@@ -418,6 +506,8 @@ def test_generate_samples_with_its_own_settings():
         ({"max_time": 100.0}, "MaxTimeCriteria"),
         ({"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1]])}, "without padding"),
         ({"drafter": None}, "without a drafter"),
+        ({"position_ids": torch.arange(7)[None] + 3}, "position_ids other than 0, 1, 2, .."),
+        ({"output_attentions": True}, "output_attentions"),
     ],
 )
 def test_generate_refuses_what_would_be_lost(arguments, message):

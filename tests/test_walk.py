@@ -15,7 +15,7 @@ from tiny import MASK_TOKEN_ID, byte_tokenizer, dense_target, hybrid_target, lla
 from dflash_hf import DataCollatorForDFlash, DFlashTrainer, FrozenTarget, PackedDataset
 from dflash_hf.generation import speculative_generate
 from dflash_hf.target import FrozenHead
-from dflash_hf.walk import WalkedAnswer, WalkSums, follow, walk_batch, walk_documents
+from dflash_hf.walk import WalkedAnswer, WalkSums, follow, right_drafts, walk_batch, walk_documents
 
 
 torch.set_num_threads(1)
@@ -130,6 +130,15 @@ def test_the_walk_equals_one_block_after_the_other():
         answers = walk_batch(drafter, drafter.config, head, batch, context, chunk_anchors=chunk)
         assert sorted((a.document, a.committed) for a in answers) == sorted(expected)
     assert len({n for _, committed in expected for n in committed}) >= 3
+
+
+def test_logits_that_are_no_numbers_are_right_about_nothing():
+    labels = torch.tensor([[[-100, 3, 0, 0], [-100, 1, 0, 0]]])
+    logits = torch.nn.functional.one_hot(labels.clamp(min=0), 5).float().flatten(1, 2)
+    assert right_drafts(logits, labels, lambda x: x, 5).tolist() == [[3, 3]]
+    # The place of a NaN is what its row's largest entry is said to be.
+    logits[0, 2, 0] = torch.nan
+    assert right_drafts(logits, labels, lambda x: x, 5).tolist() == [[1, 3]]
 
 
 def test_rows_that_count_nothing_are_left_out():
