@@ -3,6 +3,7 @@
 
 import gzip
 import json
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tiny import MASK_TOKEN_ID, byte_tokenizer, llama_target
-from transformers import TrainerCallback
+from transformers import HfArgumentParser, TrainerCallback
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.target import FrozenTarget
@@ -322,3 +323,29 @@ def test_the_learning_curve_says_what_twice_the_tokens_add(tmp_path):
     assert slope == pytest.approx(0.3) and (tmp_path / "curve.png").stat().st_size > 5_000
     with pytest.raises(ValueError, match="two or more numbers of steps"):
         study_report.learning_curve([result(2, 1.5)], "a", tmp_path / "curve.png")
+
+
+def readme_commands() -> list[list[str]]:
+    """The words of every command of the README that runs one of the study's programs."""
+    text = (FOLDER / "README.md").read_text().replace("\\\n", " ")
+    commands = [
+        shlex.split(line) for line in text.splitlines() if line.startswith("python recipes/smollm2-135m/study")
+    ]
+    return [words[1:] for words in commands]
+
+
+@pytest.mark.parametrize("words", readme_commands(), ids=lambda words: " ".join(words)[22:70])
+def test_the_readmes_commands_are_understood(words):
+    kinds = {
+        "study.py": study.StudyArguments,
+        "study_data.py": study_data.DataArguments,
+        "study_report.py": study_report.ReportArguments,
+    }
+    parser = HfArgumentParser(kinds[Path(words[0]).name])
+    (arguments,) = parser.parse_args_into_dataclasses(words[1:])
+    if isinstance(arguments, study.StudyArguments):
+        assert study.select_runs(arguments)
+
+
+def test_the_readme_shows_every_program():
+    assert {Path(words[0]).name for words in readme_commands()} == {"study.py", "study_data.py", "study_report.py"}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The study's table and plots, from the lines of its results file.
 
-    python recipes/smollm2-135m/study_report.py outputs/study/results.jsonl [more files] [--output_dir FOLDER]
+    python recipes/smollm2-135m/study_report.py --files outputs/study/results.jsonl [more files] [--output_dir FOLDER]
 
 Several files are joined, so that runs spread over calls or machines stand in one table.
 """
