@@ -3,6 +3,7 @@
 
 import gzip
 import json
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tiny import MASK_TOKEN_ID, byte_tokenizer, llama_target
-from transformers import TrainerCallback
+from transformers import HfArgumentParser, TrainerCallback
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.target import FrozenTarget
@@ -111,6 +112,15 @@ def test_the_study_runs_reports_and_leaves_out_what_is_done(files, tmp_path, cap
     assert len(study.read_results(tmp_path / "results.jsonl")) == 4
 
 
+def test_a_folder_of_chats_is_tokenised_first_and_sampling_is_measured(files, tmp_path):
+    options = {**SHAPE, "target": files["target"], "data": Path(files["data"]).parent, "output_dir": tmp_path}
+    options |= {"extra": EXTRA, "runs": "tiny-packed", "steps": 2, "dev_rows": 2, "decode_prompts": 1}
+    call(study.main, decode_temperature=0.7, decode_tokens=4, **options)
+    (result,) = study.read_results(tmp_path / "results.jsonl")
+    assert result["decode_temperature"] == 0.7 and result["walked_acceptance_length"] is None
+    assert (tmp_path / "study.npz").is_file()
+
+
 def test_no_run_is_started_that_would_end_too_late(files, tmp_path, capsys):
     options = {**SHAPE, **files, "output_dir": tmp_path, "extra": EXTRA, "runs": "tiny-dpace", "steps": 1}
     call(study.main, max_minutes=0.0, **options)
@@ -130,7 +140,7 @@ def test_mistakes_on_the_command_line_are_named(files, tmp_path, options, named)
 
 
 def test_all_runs_of_the_table_are_made_and_have_a_reason():
-    runs = study.select_runs(study.StudyArguments(target=""))
+    runs = study.select_runs(study.StudyArguments(data=""))
     assert len({run.key for run in runs}) == len(runs) > 30
     assert all(run.reason for run in runs)
     # Equal time: as many blocks a step in all runs with one document a row.
@@ -230,7 +240,7 @@ class _StopAfter(TrainerCallback):
 
 def test_decoding_leaves_the_drafter_that_trains_alone(small):
     small.drafter.set_attn_implementation("eager")
-    report = study.decode(small, study.StudyArguments(target="", decode_prompts=1, decode_tokens=4))
+    report = study.decode(small, study.StudyArguments(data="", decode_prompts=1, decode_tokens=4))
     assert report["decoded_prompts"] == 1 and small.drafter.config._attn_implementation == "eager"
     small.drafter.set_attn_implementation("sdpa")
 
@@ -298,3 +308,44 @@ def test_the_table_compares_seed_by_seed():
     assert "| kl | 256 | 1 | 1.100 | 1.200 | 1.300 | 1.760 | 1.760 | +10.0% | 0.1000 | 50% |" in table
     assert "| dpace | 256 | 0 1 | 1.100 | 1.200 | 1.300 | 1.550 | 1.500 1.600 | +0.0% |" in table
     assert np.argmax([line.startswith("| kl") for line in table.splitlines()]) == 2, "the best comes first"
+
+
+def test_the_learning_curve_says_what_twice_the_tokens_add(tmp_path):
+    def result(steps: int, tau: float) -> dict:
+        return {
+            "name": "a",
+            "steps": steps,
+            "acceptance_length": {str(steps): tau},
+            "tokens": {str(steps): 100 * steps},
+        }
+
+    slope = study_report.learning_curve([result(2, 1.5), result(4, 1.8), result(8, 2.1)], "a", tmp_path / "curve.png")
+    assert slope == pytest.approx(0.3) and (tmp_path / "curve.png").stat().st_size > 5_000
+    with pytest.raises(ValueError, match="two or more numbers of steps"):
+        study_report.learning_curve([result(2, 1.5)], "a", tmp_path / "curve.png")
+
+
+def readme_commands() -> list[list[str]]:
+    """The words of every command of the README that runs one of the study's programs."""
+    text = (FOLDER / "README.md").read_text().replace("\\\n", " ")
+    commands = [
+        shlex.split(line) for line in text.splitlines() if line.startswith("python recipes/smollm2-135m/study")
+    ]
+    return [words[1:] for words in commands]
+
+
+@pytest.mark.parametrize("words", readme_commands(), ids=lambda words: " ".join(words)[22:70])
+def test_the_readmes_commands_are_understood(words):
+    kinds = {
+        "study.py": study.StudyArguments,
+        "study_data.py": study_data.DataArguments,
+        "study_report.py": study_report.ReportArguments,
+    }
+    parser = HfArgumentParser(kinds[Path(words[0]).name])
+    (arguments,) = parser.parse_args_into_dataclasses(words[1:])
+    if isinstance(arguments, study.StudyArguments):
+        assert study.select_runs(arguments)
+
+
+def test_the_readme_shows_every_program():
+    assert {Path(words[0]).name for words in readme_commands()} == {"study.py", "study_data.py", "study_report.py"}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What makes a better drafter: many short runs in one process, over hidden states that are computed once.
 
-    python recipes/smollm2-135m/study.py --target FOLDER --data study.npz [--runs 'ce,dpace*'] [--field value ...]
+    python recipes/smollm2-135m/study.py --data FOLDER [--runs 'ce,dpace*'] [--field value ...]
 
 The runs stand in study_runs.yaml. Each finished one is a line of `results.jsonl` in the output folder, and is left out
 when the study is started again; `table.md` and `study.png` show all of them. README.md says how to read them.
@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 import yaml
-from study_data import read_documents
+from get_target import get_smollm2
+from study_data import MAX_LENGTH, read_documents, write_data
 from study_report import write_report
 from study_training import Run, Study, train
 from transformers import AutoConfig, HfArgumentParser
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
-from dflash_hf.acceptance import measure_acceptance, walked_acceptance_length
+from dflash_hf.acceptance import DecodingSettings, measure_acceptance, walked_acceptance_length
 from dflash_hf.target import FrozenTarget
 from dflash_hf.trainer import compile_layers
 
@@ -37,8 +38,8 @@ OTHER_SECONDS = 20.0
 class StudyArguments:
     """Target, data, which runs, and the drafter's shape."""
 
-    target: str = field(metadata={"help": "Folder with the target."})
-    data: str = field(default="study.npz", metadata={"help": "File that study_data.py wrote."})
+    data: str = field(metadata={"help": "Folder with the chats, or the file that study_data.py made of them."})
+    target: str | None = field(default=None, metadata={"help": "Folder with the target; fetched if unset."})
     output_dir: str = field(
         default="outputs/study", metadata={"help": "Folder of results.jsonl, table.md, study.png."}
     )
@@ -51,6 +52,7 @@ class StudyArguments:
     list_runs: bool = field(default=False, metadata={"help": "Show the runs and end."})
     decode_prompts: int = field(default=0, metadata={"help": "Prompts to decode after each run, beside the walk."})
     decode_tokens: int = field(default=64, metadata={"help": "Tokens to decode per prompt."})
+    decode_temperature: float = field(default=0.0, metadata={"help": "Temperature to decode with; 0 is greedy."})
     save_drafters: bool = field(default=False, metadata={"help": "Save each run's drafter in bf16."})
     num_layers: int = field(default=5, metadata={"help": "Layers of the drafter."})
     num_taps: int = field(default=5, metadata={"help": "Target layers that it reads."})
@@ -76,6 +78,7 @@ def main() -> None:
         print("\n".join(f"{run.key}: {run.reason}" for run in runs) or "Every run that was asked for is done.")
         return
     output_dir.mkdir(parents=True, exist_ok=True)
+    arguments.target = str(get_smollm2(arguments.target))
     study = load_study(arguments)
     print(f"Everything is loaded after {time.perf_counter() - begin:.0f} s.", flush=True)
     for run in runs:
@@ -132,7 +135,11 @@ def load_study(arguments: StudyArguments) -> Study:
     on_cuda = device.type == "cuda"
     # Objectives, shapes and modes are each a graph of the same functions.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
-    train_documents, dev = (read_documents(arguments.data, split) for split in ("train", "dev_greedy"))
+    data = Path(arguments.data)
+    if data.is_dir():
+        data = Path(arguments.output_dir) / "study.npz"
+        write_data(Path(arguments.data), arguments.target, data, MAX_LENGTH)
+    train_documents, dev = (read_documents(data, split) for split in ("train", "dev_greedy"))
     config = drafter_config(arguments)
     target = FrozenTarget(
         arguments.target,
@@ -176,13 +183,17 @@ def decode(study: Study, arguments: StudyArguments) -> dict[str, Any]:
     drafter.set_attn_implementation("sdpa")
     drafter.eval()
     prompts = [d["input_ids"][: d["supervised_spans"][0][0]].tolist() for d in study.dev[: arguments.decode_prompts]]
-    report = measure_acceptance(target, drafter, prompts, arguments.decode_tokens, check_lossless=True)
-    walked = walked_acceptance_length(target, drafter, report, progress=False)
-    print(f"{len(prompts)} prompts decoded: tau {report.acceptance_length:.3f}, by the walk {walked:.3f}.")
+    settings = DecodingSettings(arguments.decode_tokens, temperature=arguments.decode_temperature)
+    report = measure_acceptance(target, drafter, prompts, settings=settings)
+    walked = None
+    if settings.temperature == 0:
+        walked = walked_acceptance_length(target, drafter, report, progress=False)
+    print(f"{len(prompts)} prompts decoded: tau {report.acceptance_length:.3f}, by the walk {walked}.")
     return {
         "decoded_acceptance_length": report.acceptance_length,
         "walked_acceptance_length": walked,
         "decoded_prompts": len(prompts),
+        "decode_temperature": settings.temperature,
         "lossless": report.lossless,
         "speedup": report.tokens_per_second / report.plain_tokens_per_second,
     }

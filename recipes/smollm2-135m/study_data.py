@@ -20,6 +20,8 @@ from dflash_hf import tokenize_completions
 
 
 SPLITS = ("train", "dev_greedy")
+# Of the reference.
+MAX_LENGTH = 512
 
 
 @dataclass
@@ -29,24 +31,39 @@ class DataArguments:
     data: str = field(metadata={"help": "Folder with train.jsonl.gz and dev_greedy.jsonl.gz."})
     target: str = field(metadata={"help": "Folder with the target; its tokenizer and end-of-turn ids are used."})
     output: str = field(default="study.npz", metadata={"help": "File to write."})
-    max_length: int = field(default=512, metadata={"help": "Tokens kept of each training document."})
+    max_length: int = field(default=MAX_LENGTH, metadata={"help": "Tokens kept of each training document."})
 
 
 def main() -> None:
     arguments = HfArgumentParser(DataArguments).parse_args_into_dataclasses()[0]
-    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-    eos = GenerationConfig.from_pretrained(arguments.target).eos_token_id
+    write_data(Path(arguments.data), arguments.target, Path(arguments.output), arguments.max_length)
+
+
+def write_data(data: Path, target: str, output: Path, max_length: int) -> None:
+    """Tokenise the chats of a folder into one file.
+
+    Args:
+        data: Folder with the chats.
+        target: Folder with the target's tokenizer.
+        output: File to write.
+        max_length: Tokens kept of each training document; those to evaluate on stay whole.
+
+    Raises:
+        FileNotFoundError: When the folder lacks a file.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    eos = GenerationConfig.from_pretrained(target).eos_token_id
     arrays: dict[str, np.ndarray] = {}
     for split in SPLITS:
-        rows = read_chats(Path(arguments.data) / f"{split}.jsonl.gz")
-        # Answers to decode are walked whole.
-        max_length = arguments.max_length if split == "train" else None
-        documents = tokenize_completions(rows, tokenizer, max_length=max_length, eos_token_ids=eos)
+        limit = max_length if split == "train" else None
+        documents = tokenize_completions(
+            read_chats(data / f"{split}.jsonl.gz"), tokenizer, max_length=limit, eos_token_ids=eos
+        )
         arrays |= {f"{split}_{name}": array for name, array in pack_arrays(list(documents)).items()}
         lengths = arrays[f"{split}_lengths"]
         print(f"{split}: {len(lengths)} documents, {lengths.sum()} tokens, the longest of {lengths.max()}.")
-    np.savez_compressed(arguments.output, **arrays)  # type: ignore[arg-type]
-    print(f"{arguments.output}: {Path(arguments.output).stat().st_size / 2**20:.1f} MiB")
+    np.savez_compressed(output, **arrays)  # type: ignore[arg-type]
+    print(f"{output}: {output.stat().st_size / 2**20:.1f} MiB")
 
 
 def read_chats(path: Path) -> list[dict[str, Any]]:

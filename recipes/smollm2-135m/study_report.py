@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The study's table and plots, from the lines of its results file.
 
-    python recipes/smollm2-135m/study_report.py outputs/study/results.jsonl [more files] [--output_dir FOLDER]
+    python recipes/smollm2-135m/study_report.py --files outputs/study/results.jsonl [more files] [--output_dir FOLDER]
 
 Several files are joined, so that runs spread over calls or machines stand in one table.
 """
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import HfArgumentParser
 
 
@@ -24,6 +25,7 @@ class ReportArguments:
 
     files: list[str] = field(metadata={"help": "Files of results."})
     output_dir: str = field(default=".", metadata={"help": "Folder of table.md and study.png."})
+    curve: str | None = field(default=None, metadata={"help": "Run whose tau over budgets is plotted and fitted."})
 
 
 def main() -> None:
@@ -31,6 +33,8 @@ def main() -> None:
     results = [json.loads(line) for name in arguments.files for line in Path(name).read_text().splitlines()]
     write_report(results, Path(arguments.output_dir))
     print((Path(arguments.output_dir) / "table.md").read_text())
+    if arguments.curve is not None:
+        learning_curve(results, arguments.curve, Path(arguments.output_dir) / "curve.png")
 
 
 def write_report(results: list[dict[str, Any]], output_dir: Path) -> None:
@@ -86,13 +90,49 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(results: list[dict[str, Any]], path: Path) -> None:
-    """Acceptance length over steps, and at the end by run with every seed a dot."""
+def learning_curve(results: list[dict[str, Any]], name: str, path: Path) -> float:
+    """Plot tau against training tokens, a dot for each run of a name whatever its steps, and a fit.
+
+    Every dot is the end of a schedule of its own: points on the way of one run still have a high learning rate.
+
+    Returns:
+        What twice the tokens add to tau, by a straight line over their logarithm.
+
+    Raises:
+        ValueError: When there are fewer than two budgets.
+    """
+    runs = [result for result in results if result["name"] == name]
+    if len({result["steps"] for result in runs}) < 2:
+        raise ValueError(f"Run {name} has {len(runs)} results, expected some with two or more numbers of steps.")
+    tokens = np.array([result["tokens"][str(result["steps"])] for result in runs])
+    taus = np.array([final_tau(result) for result in runs])
+    slope, intercept = np.polyfit(np.log2(tokens), taus, 1)
+    pyplot = headless_pyplot()
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    axes.plot(tokens, taus, "o")
+    line = np.geomspace(tokens.min(), tokens.max() * 4, 50)
+    axes.plot(line, intercept + slope * np.log2(line), "--", label=f"{slope:+.3f} for twice the tokens")
+    axes.set(xscale="log", xlabel="training tokens", ylabel="acceptance length", title=name)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    print(f"{name}: tau {slope:+.3f} for twice the tokens, over {len(runs)} runs.")
+    return float(slope)
+
+
+def headless_pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def plot(results: list[dict[str, Any]], path: Path) -> None:
+    """Acceptance length over steps, and at the end by run with every seed a dot."""
+    pyplot = headless_pyplot()
     groups = grouped(results)
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, max(4, 0.28 * len(groups) + 1.5)))
     for (name, steps), group in groups.items():

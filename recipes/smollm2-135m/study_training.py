@@ -250,8 +250,8 @@ def train(study: Study, run: Run, fractions: Sequence[float] = (1 / 8, 1 / 4, 1 
 
     Returns:
         The run's settings and `acceptance_length` by step, `metrics` of the last walk, `losses`, `seconds_per_step`,
-        `clipped` (share of the steps), `first_step_seconds`, `tokens`, `blocks` and `peak_gib`. The drafter holds the
-        weights that were evaluated last.
+        `clipped` (share of the steps), `first_step_seconds`, `tokens` (of the documents, by step), `blocks` and
+        `peak_gib`. The drafter holds the weights that were evaluated last.
     """
     drafter, on_cuda = study.drafter, study.device.type == "cuda"
     drafter.load_state_dict(study.weights(run))
@@ -264,13 +264,17 @@ def train(study: Study, run: Run, fractions: Sequence[float] = (1 / 8, 1 / 4, 1 
     sums, total = (BlockSums.zeros(study.config.block_size, study.device) for _ in range(2))
     taus: dict[str, float] = {}
     losses: dict[str, float] = {}
+    tokens: dict[str, int] = {}
+    num_tokens = 0
     metrics: dict[str, float] = {}
     if on_cuda:
         torch.cuda.reset_peak_memory_stats()
     seconds = first_seconds = 0.0
     start = time.perf_counter()
     for step in range(1, run.steps + 1):
-        norm, step_sums = train_step(study, run, batches[step - 1], optimizer, scheduler)
+        batch = batches[step - 1]
+        norm, step_sums = train_step(study, run, batch, optimizer, scheduler)
+        num_tokens += sum(map(sum, batch["document_lengths"]))
         clipped += norm > run.max_grad_norm
         sums.add(step_sums)
         if average is not None:
@@ -282,6 +286,7 @@ def train(study: Study, run: Run, fractions: Sequence[float] = (1 / 8, 1 / 4, 1 
             first_seconds, start = _now(on_cuda) - start, _now(on_cuda)
         if step in points:
             seconds += _now(on_cuda) - start
+            tokens[str(step)] = num_tokens
             losses[str(step)] = sums.metrics()["loss"]
             total.add(sums)
             sums.values.zero_()
@@ -301,6 +306,7 @@ def train(study: Study, run: Run, fractions: Sequence[float] = (1 / 8, 1 / 4, 1 
         **asdict(run),
         "acceptance_length": taus,
         "losses": losses,
+        "tokens": tokens,
         "metrics": metrics,
         "seconds_per_step": seconds / max(run.steps - 1, 1),
         "first_step_seconds": first_seconds,
