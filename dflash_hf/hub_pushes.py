@@ -169,14 +169,18 @@ def _upload(trainer: Any, folder: Path, message: str, temporary: Path, path_in_r
         run_as_future=True,
     )
 
+    # Who waits for an upload hears of its end before callbacks run; this one ends once its folder is gone.
+    settled: Future = Future()
+
     def done(finished: Future) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         error = None if finished.cancelled() else finished.exception()
         if error is not None:
             logger.warning(f"'{message}' did not arrive at {trainer.hub_model_id}: {describe(error)}")
+        settled.set_result(None)
 
     future.add_done_callback(done)
-    return future
+    return settled
 
 
 __all__ = ["build_publication", "push_checkpoint", "push_run", "write_publishable"]

@@ -27,10 +27,12 @@ from .losses import IGNORE_INDEX, BlockSums, Objective, make_objective
 from .manifest import check_documents_fit
 from .model_card import CardOptions
 from .modeling_dflash import DFlashDraftModel
+from .optimizers import muon_with_adamw
 from .packing import PackedDataset, RowSampler, with_sources
 from .pairs import PairCallback, make_pair, pair_accelerator_args, place_target
 from .partial_training import check_resumed_part, is_adapter, make_trainable
 from .remote_checkpoints import RemoteCheckpointCallback
+from .resumed_state import EVALUATION_DUE, DueEvaluation, GivenSettings, check_steps_left, tell_of_schedule
 from .resuming import prepare_output, resume_folder
 from .run_record import run_record, write_record
 from .target import FrozenHead, FrozenTarget
@@ -76,6 +78,8 @@ class DFlashTrainer(Trainer):
         peft_config (`peft.PeftConfig`, *optional*):
             Train an adapter, saved without the drafter, in place of its weights; without `target_modules`, of all
             matrices. [`drafter_adapters.lora_config`] makes one, [`drafter_adapters.merge_adapter`] the new drafter.
+        recipe (`dict`, *optional*):
+            What a script was started with, as JSON; written into every checkpoint's `dflash_run.json`.
         **kwargs:
             Further arguments of [`~transformers.Trainer`].
 
@@ -98,6 +102,7 @@ class DFlashTrainer(Trainer):
         eval_dataset: Any = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         peft_config: Any = None,
+        recipe: dict[str, Any] | None = None,
         **kwargs,
     ):
         args = args if args is not None else DFlashTrainingArguments(output_dir="tmp_trainer")
@@ -118,8 +123,17 @@ class DFlashTrainer(Trainer):
                 "acceptance length and the accuracy per slot. Leave it out."
             )
         config = drafter.config
-        self.objective = make_objective(args.objective, config.block_size, args.loss_gamma, args.dpace_alpha)
-        self.target = _frozen_target(target_model, config.target_layer_ids, args)
+        self.objective = make_objective(
+            args.objective,
+            config.block_size,
+            args.loss_gamma,
+            args.dpace_alpha,
+            args.slot_weights,
+            args.loss_temperature,
+            args.cross_entropy_share,
+        )
+        compares = self.objective.slot_terms.divergence is not None
+        self.target = _frozen_target(target_model, config.target_layer_ids, args, compares)
         tokenizer = processing_class if isinstance(processing_class, PreTrainedTokenizerBase) else None
         check_continuing(config, self.target, tokenizer)
         self.head = FrozenHead(self.target.model, args.device)
@@ -127,7 +141,7 @@ class DFlashTrainer(Trainer):
         frozen = is_adapter(drafter) or peft_config is not None
         _prepare_drafter(drafter, args, keep_dtype=frozen and (args.bf16 or args.fp16))
         drafter = make_trainable(drafter, peft_config, args.trainable_modules, args.seed)
-        self.args, self._tokenizer, self._drafter_config = args, tokenizer, config
+        self.args, self._tokenizer, self._drafter_config, self.recipe = args, tokenizer, config, recipe
         if isinstance(eval_dataset, dict) and not isinstance(eval_dataset, DatasetDict):
             eval_dataset = {name: self._pack(data) for name, data in eval_dataset.items()}
         else:
@@ -136,6 +150,8 @@ class DFlashTrainer(Trainer):
         if data_collator is None:
             rows = train_dataset or (None if isinstance(eval_dataset, dict) else eval_dataset)
             data_collator = self._collator(rows)
+        if args.muon:
+            kwargs.setdefault("optimizer_cls_and_kwargs", muon_with_adamw(args))
         super().__init__(
             model=drafter,
             args=args,
@@ -156,6 +172,8 @@ class DFlashTrainer(Trainer):
         self.add_callback(TrainingFacts(self))
         self.add_callback(self._guard)
         self.add_callback(self._interrupts)
+        self._due_evaluation = DueEvaluation(self)
+        self.add_callback(self._due_evaluation)
         if args.remote_checkpoint_dir is not None:
             self.add_callback(RemoteCheckpointCallback(args.remote_checkpoint_dir))
         self._eval_walk = WalkSums.zeros(config.block_size)
@@ -275,9 +293,11 @@ class DFlashTrainer(Trainer):
         self.run_record = run_record(self)
         folder = decided_by_main(self, lambda: resume_folder(self, resume_from_checkpoint))
         check_resumed_part(folder, self.accelerator.unwrap_model(self.model))
+        self._due_evaluation.folder = folder
         self._interrupts.install()
         try:
             output = super().train(None if folder is None else str(folder), *args, **kwargs)
+            self._guard.finish()
             for mirror in self._mirrors():
                 decided_by_main(self, mirror.finish)
         except TrainingInterrupted:
@@ -315,7 +335,8 @@ class DFlashTrainer(Trainer):
             logger.error(f"No checkpoint of step {self.state.global_step}: the drafter's {parameter} is not finite.")
             return
         run_dir = Path(self._get_output_dir(trial))
-        folder = write_checkpoint(self, run_dir, lambda aside: write_record(self.run_record, aside))
+        record = {**self.run_record, EVALUATION_DUE: self._interrupts.evaluation_is_due}
+        folder = write_checkpoint(self, run_dir, lambda aside: write_record(record, aside))
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
         rotate(self, run_dir)
@@ -366,6 +387,20 @@ class DFlashTrainer(Trainer):
             # Trainer reads the configuration as a plain one, which warns of a field that is there for older readers.
             warnings.filterwarnings("ignore", message="`rope_scaling` is deprecated", category=FutureWarning)
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        # The parent lets the learning rate and weight decay of the loaded states rule over this run's arguments; no
+        # hook comes between.
+        if checkpoint is not None:
+            check_steps_left(Path(checkpoint), self.state.max_steps)
+        if checkpoint is None or self.is_deepspeed_enabled:
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        assert self.optimizer is not None
+        given = GivenSettings(self.optimizer, self.lr_scheduler)
+        super()._load_optimizer_and_scheduler(checkpoint)
+        rates = given.put_back(self.optimizer, self.lr_scheduler)
+        if self.is_world_process_zero():
+            tell_of_schedule(Path(checkpoint), self.state.max_steps, rates)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         """The parent's step; the loss of a micro-batch that is not finite is returned as 0, its step is left out."""
@@ -428,9 +463,8 @@ class DFlashTrainer(Trainer):
                 f"The collator makes blocks of {labels.shape[-1]} slots, the drafter's block_size is "
                 f"{config.block_size}. Give both the same, or leave data_collator out."
             )
-        context = self.prefetcher.context_hidden_states(inputs)
-        if model.training:
-            self._guard.see(context, inputs["documents"], inputs["document_lengths"])
+        context, final = self._split(self.prefetcher.context_hidden_states(inputs))
+        self._guard.see(context, inputs["documents"], inputs["document_lengths"], model.training)
         dtype = self._compute_dtype
         if model.training and self.args.context_noise > 0:
             context = add_context_noise(
@@ -445,6 +479,7 @@ class DFlashTrainer(Trainer):
             self.head,
             self.objective,
             self.args.loss_chunk_blocks,
+            final,
         )
         (self._step_sums if model.training else self._eval_sums).add(sums)
         if num_items_in_batch is None:
@@ -478,6 +513,7 @@ class DFlashTrainer(Trainer):
     ) -> EvalLoopOutput:
         """The parent's loop, with loss and acceptance as ratios of sums over all blocks instead of means of means."""
         self._eval_sums.values.zero_()
+        self._guard.evaluated.clear()
         self._eval_sources = dataloader.dataset.sources if isinstance(dataloader.dataset, PackedDataset) else None
         self._eval_walk = WalkSums.zeros(self._drafter_config.block_size or 0, sorted(set(self._eval_sources or [])))
         self.prefetcher.wait_until_idle()
@@ -485,6 +521,7 @@ class DFlashTrainer(Trainer):
         output = super().evaluation_loop(dataloader, description, metric_key_prefix=metric_key_prefix, **kwargs)
         walked = self.accelerator.reduce(self._eval_walk.values.to(self.args.device), reduction="sum")
         metrics = self._reduced(self._eval_sums).metrics() | WalkSums(walked, self._eval_walk.sources).metrics()
+        self._guard.report_evaluation(metrics["loss"])
         metrics = {f"{metric_key_prefix}_{k}": v for k, v in metrics.items()}
         if not trained and self.args.world_size > 1:
             # Preparing for evaluation marks the drafter as prepared, and a later train() would leave it without the
@@ -531,6 +568,13 @@ class DFlashTrainer(Trainer):
         if self.args.bf16 or self.args.fp16:
             return torch.bfloat16 if self.args.bf16 else torch.float16
         return self.accelerator.unwrap_model(self.model).dtype
+
+    def _split(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The context, and the target's final states where the objective compares with its distribution."""
+        if not self.target.final_states:
+            return states, None
+        width = self._drafter_config.hidden_size
+        return states[..., :-width], states[..., -width:]
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Floating-point operations of the drafter on the blocks, forward and backward, without attention and head."""
@@ -584,9 +628,17 @@ def _data_seed(args: DFlashTrainingArguments) -> int:
 
 
 def _frozen_target(
-    target_model: "str | Path | PreTrainedModel | FrozenTarget", taps: list[int] | None, args: DFlashTrainingArguments
+    target_model: "str | Path | PreTrainedModel | FrozenTarget",
+    taps: list[int] | None,
+    args: DFlashTrainingArguments,
+    final_states: bool,
 ) -> FrozenTarget:
     if isinstance(target_model, FrozenTarget):
+        if final_states and not target_model.final_states:
+            raise ValueError(
+                f"objective={args.objective!r} compares with the target's distribution, but the FrozenTarget stops "
+                "after its last tap. Make it with final_states=True, or pass the target's id or folder."
+            )
         if args.target_model_init_kwargs:
             raise ValueError(
                 f"target_model_init_kwargs={args.target_model_init_kwargs} were given together with a FrozenTarget, "
@@ -609,6 +661,7 @@ def _frozen_target(
         device=device,
         compile_target=args.compile_target,
         allow_slow_target=args.allow_slow_target,
+        final_states=final_states,
         **init_kwargs,
     )
 
