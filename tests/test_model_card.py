@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from datasets import Dataset
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.repocard_data import model_index_to_eval_results
 from tiny import MASK_TOKEN_ID, byte_tokenizer, llama_target
@@ -18,7 +19,7 @@ from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.card_results import read_results
 from dflash_hf.cli import load_yaml_mapping
 from dflash_hf.model_card import CardOptions, model_card, python_example
-from dflash_hf.training_facts import differing_arguments, hub_id
+from dflash_hf.training_facts import _supervised_tokens, differing_arguments, hub_id
 from dflash_hf.validation import serving_commands
 from dflash_hf.validation_checkpoint import Checkpoint
 from dflash_hf.validation_reading import read_folder
@@ -202,6 +203,12 @@ def test_results_of_something_else_are_refused():
 def test_a_local_path_is_no_hub_id(name, expected, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert hub_id(name) == expected
+
+
+def test_supervised_tokens_are_counted_alike_in_lists_and_in_arrow():
+    rows = [{"supervised_spans": [[1, 4], [6, 7]]}, {"supervised_spans": []}, {"supervised_spans": [[0, 9]]}]
+    assert _supervised_tokens(rows) == _supervised_tokens(Dataset.from_list(rows)) == 13
+    assert _supervised_tokens(Dataset.from_list(rows).select([2, 0])) == 13
 
 
 def test_only_fields_of_the_recipe_that_differ_are_told():

@@ -48,7 +48,7 @@ class AdaptationArguments:
     num_taps: int = field(default=5, metadata={"help": "Target layers that it reads."})
     block_size: int = field(default=8, metadata={"help": "Slots per block."})
     mask_token_id: int = field(default=15, metadata={"help": "Token id of a slot to be drafted."})
-    base_epochs: float = field(default=4.0, metadata={"help": "Passes over the general chats."})
+    base_epochs: float = field(default=3.0, metadata={"help": "Passes over the general chats."})
     epochs: float = field(default=6.0, metadata={"help": "Passes over the adaptation's documents."})
     lora_rank: int = field(default=32, metadata={"help": "Rank of the adapter."})
     lora_rates: list[float] = field(default_factory=lambda: [1e-3, 3e-3], metadata={"help": "Tried for the adapter."})
