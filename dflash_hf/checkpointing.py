@@ -53,14 +53,29 @@ def make_manifest(folder: Path, with_hashes: bool = False) -> dict[str, Any]:
     return {"format": 1, "files": files}
 
 
+def files_of(manifest: str | bytes) -> dict[str, dict[str, Any]]:
+    """The files that the text of a manifest lists, each with its size in bytes.
+
+    Raises:
+        ValueError: It is no manifest, or lists nothing.
+    """
+    content = json.loads(manifest)
+    files = content.get("files") if isinstance(content, dict) else None
+    if not files or not isinstance(files, dict):
+        raise ValueError("it lists no files")
+    if not all(isinstance(entry, dict) and isinstance(entry.get("size"), int) for entry in files.values()):
+        raise ValueError("it has no size of a file")
+    return files
+
+
 def manifest_problems(folder: str | Path) -> list[str]:
     """What is wrong with a checkpoint by its manifest, one sentence each; nothing for a complete one."""
     folder = Path(folder)
     try:
-        files = json.loads((folder / MANIFEST_NAME).read_text())["files"]
+        files = files_of((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return [f"it has no {MANIFEST_NAME}, which is written last"]
-    except (json.JSONDecodeError, KeyError):
+    except ValueError:
         return [f"its {MANIFEST_NAME} cannot be read"]
     problems = []
     for name, entry in files.items():
@@ -164,7 +179,8 @@ def decided_by_main(trainer: Any, function: Callable[[], Any]) -> Any:
     if trainer.args.process_index == 0:
         try:
             outcome = [(function(), None)]
-        except (OSError, ValueError) as error:
+        # Whatever it is, the other ranks are waiting to hear of it.
+        except Exception as error:
             outcome = [(None, error)]
     if trainer.args.world_size > 1:
         broadcast_object_list(outcome)
@@ -192,27 +208,33 @@ def write_checkpoint(trainer: Any, run_dir: Path, write_more: Callable[[Path], N
     aside, final = run_dir / f"{ASIDE_PREFIX}{name}", run_dir / name
 
     decided_by_main(trainer, lambda: _prepare(trainer, aside))
+    _all_ranks(trainer, aside, lambda: _write_files(trainer, aside, final, write_more))
+    _all_ranks(trainer, aside, lambda: _finish(aside, final) if args.should_save else None)
+    return final
+
+
+def _all_ranks(trainer: Any, aside: Path, function: Callable[[], None]) -> None:
+    """A part of writing, which fails on all ranks alike, so that none waits for another; also a barrier."""
+    args = trainer.args
     error: Exception | None = None
     try:
-        _write_files(trainer, aside, final)
-        if args.should_save:
-            write_more(aside)
+        function()
     except Exception as failure:
         error = failure
-    # Also the barrier after which all parts are there. All ranks stop alike, so that none waits for another.
     failed = trainer.accelerator.reduce(torch.tensor(float(error is not None), device=args.device), reduction="sum")
     if failed.item():
         if args.should_save:
             shutil.rmtree(aside, ignore_errors=True)
         raise OSError(
             f"The checkpoint of step {trainer.state.global_step} could not be written"
-            f"{f' ({error})' if error else ' by another rank'}; older ones are kept. Look at the disk of {run_dir}."
+            f"{f' ({error})' if error else ' by another rank'}; older ones are kept. Look at the disk of "
+            f"{aside.parent}."
         ) from error
-    if args.should_save:
-        (aside / MANIFEST_NAME).write_text(json.dumps(make_manifest(aside), indent=1) + "\n")
-        publish(aside, final)
-    trainer.accelerator.wait_for_everyone()
-    return final
+
+
+def _finish(aside: Path, final: Path) -> None:
+    (aside / MANIFEST_NAME).write_text(json.dumps(make_manifest(aside), indent=1) + "\n")
+    publish(aside, final)
 
 
 def _prepare(trainer: Any, aside: Path) -> None:
@@ -223,7 +245,7 @@ def _prepare(trainer: Any, aside: Path) -> None:
     aside.mkdir()
 
 
-def _write_files(trainer: Any, aside: Path, final: Path) -> None:
+def _write_files(trainer: Any, aside: Path, final: Path, write_more: Callable[[Path], None]) -> None:
     """What Trainer writes, by its own parts: as a whole it would write under the final name."""
     args, state, folder = trainer.args, trainer.state, str(aside)
     trainer.store_flos()
@@ -243,23 +265,30 @@ def _write_files(trainer: Any, aside: Path, final: Path) -> None:
                 exported.setdefault(type(callback).__name__, []).append(callback.state())
         state.stateful_callbacks = {k: v if len(v) > 1 else v[0] for k, v in exported.items()}
         state.save_to_json(os.path.join(folder, "trainer_state.json"))
+        write_more(aside)
 
 
 def rotate(trainer: Any, run_dir: Path) -> None:
     """Delete the checkpoints beyond `save_total_limit`, never the newest or the best."""
-    if trainer.args.should_save:
+    if not trainer.args.should_save:
+        return
+    try:
         rotate_checkpoints(
             output_dir=str(run_dir),
             save_total_limit=trainer.args.save_total_limit,
             best_model_checkpoint=trainer.state.best_model_checkpoint,
             use_mtime=True,
         )
+    # The new checkpoint is there; other ranks would wait for one that stops here.
+    except OSError as error:
+        logger.warning(f"Old checkpoints of {run_dir} could not be deleted: {error}")
 
 
 __all__ = [
     "DiskSpaceError",
     "check_disk_space",
     "clean_up",
+    "files_of",
     "last_complete_checkpoint",
     "make_manifest",
     "manifest_problems",

@@ -11,6 +11,7 @@ A step that is left out changes neither weights nor optimizer; it still counts a
 rate stay those of the plan.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,14 +73,19 @@ class StepGuard(TrainerCallback):
         self.drafter, self.max_in_a_row, self.scaled = drafter, max_in_a_row, scaled
         self.in_a_row = 0
         self.left_out: list[int] = []
+        self.evaluated: list[_MicroBatch] = []
+        self._settled = self._num_left_out = 0
         self._flag: torch.Tensor | None = None
         self._current: list[_MicroBatch] = []
         self._pending: list[_Step] = []
         self._hook: Any = None
 
-    def see(self, context: torch.Tensor, documents: list[list[int]], lengths: list[list[int]]) -> None:
+    def see(
+        self, context: torch.Tensor, documents: list[list[int]], lengths: list[list[int]], training: bool = True
+    ) -> None:
         """Remember a micro-batch's hidden states `[B, T, K * D]` by one sum per token."""
-        self._current.append(_MicroBatch(documents, lengths, context.detach().sum(-1, dtype=torch.float32)))
+        seen = _MicroBatch(documents, lengths, context.detach().sum(-1, dtype=torch.float32))
+        (self._current if training else self.evaluated).append(seen)
 
     def marked(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss, with gradients that are NaN throughout where it is not finite itself."""
@@ -104,7 +110,34 @@ class StepGuard(TrainerCallback):
         if isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
         self._hook = optimizer.register_step_pre_hook(self._before_step)
-        self.in_a_row, self.left_out = 0, []
+        self.in_a_row, self.left_out, self._settled, self._num_left_out = 0, [], 0, 0
+
+    def finish(self) -> None:
+        """Read every flag at the end of a run, which has to have taken a step and left finite weights.
+
+        Raises:
+            NonFiniteTrainingError: All its steps were left out, or the last one spoilt the weights.
+        """
+        self.flush()
+        if self._settled and self._num_left_out == self._settled:
+            raise NonFiniteTrainingError(
+                f"All {self._settled} steps of this run were left out, since their losses or gradients are not "
+                "finite: nothing was trained. Look at the documents named above and at the target's dtype."
+            )
+        parameter = first_nonfinite_parameter(self.drafter)
+        if parameter is not None:
+            raise NonFiniteTrainingError(
+                f"The run ended with a drafter whose {parameter} is not finite. Resume from the last checkpoint; "
+                "checkpoints are written of finite weights only."
+            )
+
+    def report_evaluation(self, loss: float) -> None:
+        """Name the documents of an evaluation whose loss is not finite, and forget what was seen of it."""
+        if not math.isfinite(loss):
+            broken = [document for batch in self.evaluated for document in batch.broken_documents()]
+            whose = f"not finite in {_named(broken)} of those evaluated" if broken else "finite in this process"
+            logger.warning(f"The loss of the evaluation is not finite: the target's hidden states are {whose}.")
+        self.evaluated.clear()
 
     def close(self) -> None:
         """Let go of the optimizer and of what was remembered."""
@@ -141,16 +174,20 @@ class StepGuard(TrainerCallback):
 
     def _settle(self, count: int) -> None:
         settled, self._pending = self._pending[:count], self._pending[count:]
+        self._settled += len(settled)
         for step in settled:
             if not step.flag.read().item():
                 self.in_a_row = 0
                 continue
             self.in_a_row += 1
+            self._num_left_out += 1
             self.left_out.append(step.number)
             self._report(step)
 
     def _report(self, step: _Step) -> None:
-        message = f"Step {step.number} was left out: its loss or gradients are not finite. {_blame(step)}"
+        message = (
+            f"Step {step.number} was left out: its loss or gradients are not finite. {_blame(step.micro_batches)}"
+        )
         parameter = first_nonfinite_parameter(self.drafter)
         if parameter is not None:
             raise NonFiniteTrainingError(
@@ -166,13 +203,13 @@ class StepGuard(TrainerCallback):
         logger.warning(f"{message} {self.in_a_row} in a row; {self.max_in_a_row} stop the run.")
 
 
-def _blame(step: _Step) -> str:
-    broken = [document for batch in step.micro_batches for document in batch.broken_documents()]
+def _blame(batches: list[_MicroBatch]) -> str:
+    broken = [document for batch in batches for document in batch.broken_documents()]
     if broken:
         return f"The target's hidden states are not finite in {_named(broken)}."
-    lost = [batch for batch in step.micro_batches if batch.loss_is_finite is not None]
+    lost = [batch for batch in batches if batch.loss_is_finite is not None]
     lost = [batch for batch in lost if not batch.loss_is_finite.item()]  # type: ignore[union-attr]
-    documents = [d for batch in lost or step.micro_batches for row in batch.documents for d in row]
+    documents = [d for batch in lost or batches for row in batch.documents for d in row]
     what = "The loss is not finite" if lost else "The losses of this process are finite; the step trained here"
     return f"{what} on {_named(documents)}."
 

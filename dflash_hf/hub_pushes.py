@@ -11,8 +11,13 @@ from transformers.trainer_utils import HubStrategy
 from transformers.utils import hf_api, logging
 from transformers.utils.hub import PushInProgress
 
+from .hub_repository import full_repo_id, publish, recorded_results
+from .model_card import CardOptions
+from .partial_training import plain_drafter
+from .publishing import PLOT_NAME, Publication, build_repository
 from .remote_checkpoints import linked_copy
 from .remote_store import describe
+from .training_facts import read_facts
 
 
 logger = logging.get_logger(__name__)
@@ -28,7 +33,7 @@ def write_publishable(trainer: Any, folder: Path) -> None:
         trainer: Whose present weights are written; the fp32 masters stay as they are.
         folder: To write to.
     """
-    drafter = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    drafter = plain_drafter(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
     drafter.save_pretrained(folder, dtype=torch.bfloat16)
     if trainer.processing_class is not None:
         trainer.processing_class.save_pretrained(folder)
@@ -65,6 +70,90 @@ def push_checkpoint(trainer: Any, checkpoint: Path) -> None:
     trainer.push_in_progress = PushInProgress([*before, *jobs])  # type: ignore[arg-type, misc]
 
 
+def build_publication(trainer: Any, folder: Path, repo_id: str, options: CardOptions | None = None) -> Publication:
+    """The repository of the present drafter, with what the run and its output folder know.
+
+    Args:
+        trainer: Whose present weights are published.
+        folder: To write to.
+        repo_id: "OWNER/NAME".
+        options: What the publisher adds to the card.
+    """
+    output = Path(trainer.args.output_dir)
+    drafter = plain_drafter(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
+    plots = [path for path in sorted(output.glob("*.png")) if path.name != PLOT_NAME]
+    facts, results = read_facts(output), recorded_results(output)
+    return build_repository(drafter, folder, repo_id, facts=facts, results=results, plots=plots, options=options)
+
+
+def push_run(
+    trainer: Any,
+    commit_message: str,
+    blocking: bool = True,
+    token: str | None = None,
+    revision: str | None = None,
+    private: bool | None = None,
+    tag: str | None = None,
+    options: CardOptions | None = None,
+) -> str | Future | None:
+    """Publish the present drafter of a run.
+
+    Args:
+        trainer: The run.
+        commit_message: First line of the commit.
+        blocking: Whether to wait until all is sent.
+        token: Access token; by default `hub_token`, or the environment's.
+        revision: Branch; by default `hub_revision`.
+        private: Whether a new repository is private; by default `hub_private_repo`.
+        tag: Tag of the commit.
+        options: What the publisher adds to the card.
+
+    Returns:
+        Address of the commit, or a future of it; None on all ranks but the first.
+    """
+    args = trainer.args
+    if not trainer.is_world_process_zero():
+        return None
+    trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
+    trainer._finish_current_push()
+    token = token or args.hub_token
+    name = trainer.hub_model_id or args.hub_model_id or Path(args.output_dir).absolute().name
+    trainer.hub_model_id = repo_id = full_repo_id(name, token)
+    staging = Path(args.output_dir) / f"{STAGING_PREFIX}final"
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        publication = build_publication(trainer, staging, repo_id, options)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+    def send() -> str:
+        try:
+            return publish(
+                publication,
+                private=args.hub_private_repo if private is None else private,
+                revision=revision or args.hub_revision,
+                commit_message=commit_message,
+                tag=tag,
+                token=token,
+            )
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+    if blocking:
+        return send()
+    future = hf_api().run_as_future(send)
+    future.add_done_callback(_tell_failure)
+    trainer.push_in_progress = PushInProgress([future])  # type: ignore[arg-type, misc]
+    return future
+
+
+def _tell_failure(finished: Future) -> None:
+    error = None if finished.cancelled() else finished.exception()
+    if error is not None:
+        logger.warning(str(error))
+
+
 def _upload(trainer: Any, folder: Path, message: str, temporary: Path, path_in_repo: str | None = None) -> Future:
     future = hf_api().upload_folder(
         repo_id=trainer.hub_model_id,
@@ -80,14 +169,18 @@ def _upload(trainer: Any, folder: Path, message: str, temporary: Path, path_in_r
         run_as_future=True,
     )
 
+    # Who waits for an upload hears of its end before callbacks run; this one ends once its folder is gone.
+    settled: Future = Future()
+
     def done(finished: Future) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         error = None if finished.cancelled() else finished.exception()
         if error is not None:
             logger.warning(f"'{message}' did not arrive at {trainer.hub_model_id}: {describe(error)}")
+        settled.set_result(None)
 
     future.add_done_callback(done)
-    return future
+    return settled
 
 
-__all__ = ["push_checkpoint", "write_publishable"]
+__all__ = ["build_publication", "push_checkpoint", "push_run", "write_publishable"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback
+from transformers.trainer_utils import IntervalStrategy
 from transformers.utils import logging
 
 from .host_copies import HostCopy
@@ -42,7 +43,8 @@ class Interrupts(TrainerCallback):
     def __init__(self, world_size: int = 1):
         self.world_size = world_size
         self.received: signal.Signals | None = None
-        self.stopping = False
+        self.stopping = self.evaluation_is_due = False
+        self._evaluates_epochs = False
         self._first = 0.0
         self._agreed: HostCopy | None = None
         self._before: dict[signal.Signals, Any] = {}
@@ -52,7 +54,7 @@ class Interrupts(TrainerCallback):
 
     def install(self) -> None:
         """Take over both signals until [`remove`] (in the main thread; elsewhere they stay as they are)."""
-        self.received, self.stopping, self._agreed = None, False, None
+        self.received, self.stopping, self._agreed, self.evaluation_is_due = None, False, None, False
         if threading.current_thread() is not threading.main_thread():
             logger.warning("Training runs outside the main thread, where signals cannot be handled: none is.")
             return
@@ -113,10 +115,17 @@ class Interrupts(TrainerCallback):
             return self.received is not None
         return self._agreed is not None and self._agreed.read().item() > 0
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._evaluates_epochs = args.eval_strategy == IntervalStrategy.EPOCH
+
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step < state.max_steps and self._is_agreed():
-            if control.should_evaluate:
-                logger.warning(f"The evaluation that is due at step {state.global_step} is left out.")
+            ends_epoch = self._evaluates_epochs and float(state.epoch).is_integer()
+            self.evaluation_is_due = control.should_evaluate or ends_epoch
+            if self.evaluation_is_due:
+                logger.warning(
+                    f"The evaluation that is due at step {state.global_step} is left out until the run goes on."
+                )
             self.stopping, control.should_evaluate = True, False
             control.should_save = control.should_training_stop = True
 

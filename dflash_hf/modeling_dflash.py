@@ -5,6 +5,7 @@ Shapes: B rows, Q noise slots, C context rows, K taps, D hidden size.
 """
 
 import copy
+import importlib
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -277,14 +278,17 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
     def push_to_hub(  # type: ignore[override]
         self, repo_id: str, dtype: torch.dtype | None = torch.bfloat16, **kwargs
     ) -> str:
-        """Publish the drafter, in bf16 by default.
+        """Publish the drafter, in bf16 by default, with its card, in one commit; needs dflash_hf.
 
         Args:
-            repo_id: Repository on the Hub.
+            repo_id: Repository on the Hub, "OWNER/NAME".
             dtype (`torch.dtype`, *optional*): As for [`save_pretrained`].
-            **kwargs: As for [`~transformers.PreTrainedModel.push_to_hub`].
+            **kwargs: As for [`hub_repository.push_drafter`], such as `private`, `revision`, `commit_message`, `tag`,
+                `token` and `options`.
         """
-        return PreTrainedModel.push_to_hub(self._exported(dtype), repo_id, **kwargs)
+        # Not an import statement: as remote code this file loads where the package is missing.
+        publishing = importlib.import_module("dflash_hf.hub_repository")
+        return publishing.push_drafter(self, repo_id, dtype, **kwargs)
 
     def _exported(
         self, dtype: torch.dtype | None, state_dict: dict[str, torch.Tensor] | None = None

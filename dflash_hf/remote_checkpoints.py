@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from .checkpointing import MANIFEST_NAME
-from .remote_store import check_address, describe, upload_checkpoint
+from .remote_store import Heartbeat, check_address, describe, remote_steps, upload_checkpoint
 
 
 logger = logging.get_logger(__name__)
@@ -34,17 +34,27 @@ class RemoteCheckpointCallback(TrainerCallback):
         address (`str`): Such as `s3://bucket/run`; without credentials.
         first_wait, longest_wait (`float`): Seconds before a copy is tried again: doubled from the first on.
         final_attempts (`int`): Tries of the last checkpoint once training has ended.
+        stalled_after (`float`): Seconds without any byte going, after training has ended, that end the waiting.
     """
 
-    def __init__(self, address: str, first_wait: float = 1.0, longest_wait: float = 60.0, final_attempts: int = 5):
+    def __init__(
+        self,
+        address: str,
+        first_wait: float = 1.0,
+        longest_wait: float = 60.0,
+        final_attempts: int = 5,
+        stalled_after: float = 900.0,
+    ):
         check_address(address)
         self.address = address.rstrip("/")
         self.first_wait, self.longest_wait, self.final_attempts = first_wait, longest_wait, final_attempts
+        self.stalled_after, self._heartbeat = stalled_after, Heartbeat()
         self.arrived: list[str] = []
         self.missing: str | None = None
         self._waiting: Path | None = None
         self._current: Path | None = None
         self._is_ending = False
+        self._first_step = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -52,6 +62,7 @@ class RemoteCheckpointCallback(TrainerCallback):
         if args.process_index != 0:
             return
         self.arrived, self.missing, self._is_ending = [], None, False
+        self._first_step = state.global_step
         self._thread = threading.Thread(target=self._work, name="remote-checkpoints", daemon=True)
         self._thread.start()
 
@@ -59,7 +70,12 @@ class RemoteCheckpointCallback(TrainerCallback):
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if self._thread is None or not (folder / MANIFEST_NAME).exists():
             return
-        snapshot = _snapshot(folder)
+        try:
+            snapshot = _snapshot(folder)
+        except OSError as error:
+            self.missing = folder.name
+            logger.warning(f"{folder.name} cannot be set aside to be copied to {self.address} ({error}).")
+            return
         with self._changed:
             skipped, self._waiting = self._waiting, snapshot
             self._changed.notify_all()
@@ -76,7 +92,13 @@ class RemoteCheckpointCallback(TrainerCallback):
             self._changed.notify_all()
         if last is not None:
             logger.warning(f"Training has ended; waiting for {_name(last)} to arrive at {self.address}.")
-        self._thread.join()
+        self._heartbeat.call()
+        while self._thread.is_alive() and time.monotonic() - self._heartbeat.last < self.stalled_after:
+            self._thread.join(0.2)
+        if self._thread.is_alive():
+            # The thread hangs inside the file system, and does not keep the process from ending.
+            self.missing = _name(last) if last is not None else None
+            logger.error(f"{self.missing} stopped arriving at {self.address}; it is not waited for any longer.")
         self._thread = None
 
     def finish(self) -> None:
@@ -93,6 +115,7 @@ class RemoteCheckpointCallback(TrainerCallback):
             )
 
     def _work(self) -> None:
+        self._look()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting is not None or self._is_ending)
@@ -103,12 +126,27 @@ class RemoteCheckpointCallback(TrainerCallback):
             shutil.rmtree(self._current.parent, ignore_errors=True)
             self._current = None
 
+    def _look(self) -> None:
+        """Warn of checkpoints beyond the step that this run begins at: of another run, or of one given up."""
+        try:
+            later = [step for step in remote_steps(self.address) if step > self._first_step]
+        # Whatever a file system raises, copies are tried all the same.
+        except Exception as error:
+            logger.warning(f"{self.address} does not answer ({describe(error)}).")
+            return
+        if later:
+            logger.warning(
+                f"{self.address} holds checkpoints of later steps than {self._first_step}, where this run begins: "
+                f"{', '.join(map(str, later))}. Give each run an address of its own: "
+                "resume_from_checkpoint=True would take those."
+            )
+
     def _upload(self, snapshot: Path) -> None:
         wait, attempts_at_the_end, begin = self.first_wait, 0, time.monotonic()
         while True:
             attempts_at_the_end += self._is_ending
             try:
-                upload_checkpoint(snapshot, self.address, keep_on=lambda: self._waiting is None)
+                upload_checkpoint(snapshot, self.address, lambda: self._waiting is None, self._heartbeat)
             # Whatever a file system raises, training must go on.
             except Exception as error:
                 if self._waiting is not None:
@@ -128,6 +166,7 @@ class RemoteCheckpointCallback(TrainerCallback):
                 seconds = time.monotonic() - begin
                 logger.info(f"{_name(snapshot)} is at {self.address} after {seconds:.1f} s.")
                 return
+            self._heartbeat.call()
             self._sleep(wait)
             wait = min(2 * wait, self.longest_wait)
 

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,17 @@ from typing import Any
 import fsspec
 from transformers.utils import logging
 
-from .checkpointing import ASIDE_PREFIX, MANIFEST_NAME, make_manifest, manifest_problems, publish, step_of
+from .checkpointing import (
+    ASIDE_PREFIX,
+    MANIFEST_NAME,
+    DiskSpaceError,
+    check_disk_space,
+    files_of,
+    make_manifest,
+    manifest_problems,
+    publish,
+    step_of,
+)
 
 
 logger = logging.get_logger(__name__)
@@ -24,6 +35,9 @@ logger = logging.get_logger(__name__)
 # Protocols without folders, where making one may make the bucket: one that is gone must not come back in silence.
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "r2", "memory"}
 # Values of these are cut out of what a file system says of itself.
+# Where an address may hold credentials: `://name:password@` (a password may hold slashes) and `?signature=...`.
+USER_INFO = re.compile(r"://(?:[^\s@]*:[^\s@]*|[^/\s@]*)@")
+QUERY = re.compile(r"(://[^?\s]*)\?\S*")
 SECRET_VARIABLE = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL", re.IGNORECASE)
 
 
@@ -33,7 +47,7 @@ def is_remote(address: Any) -> bool:
 
 
 def check_address(address: str) -> None:
-    """Raises for an address that carries credentials, or whose protocol no installed package serves.
+    """Raises for an address that carries credentials, names no place, or whose protocol no installed package serves.
 
     Raises:
         ValueError: Without repeating what may be a secret.
@@ -44,6 +58,11 @@ def check_address(address: str) -> None:
         raise ValueError(
             f"The {protocol}:// address of the checkpoints holds credentials or a query, which would be written into "
             "every checkpoint and log. Put them into the environment or the configuration file of its package."
+        )
+    if not is_remote(address) or address != address.strip() or not rest.strip("/"):
+        raise ValueError(
+            f"{address!r} is no address of checkpoints; expected one such as s3://bucket/run, gs://bucket/run or "
+            "file:///folder, without spaces around it."
         )
     fsspec.get_filesystem_class(protocol)
 
@@ -56,23 +75,50 @@ def without_secrets(text: str) -> str:
     return " ".join(text.split())[:300]
 
 
+def without_credentials(value: Any) -> Any:
+    """JSON whose addresses have lost what is before an `@` and after a `?`, where credentials would be."""
+    if isinstance(value, dict):
+        return {name: without_credentials(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [without_credentials(part) for part in value]
+    return QUERY.sub(r"\1", USER_INFO.sub("://", value)) if isinstance(value, str) else value
+
+
 def describe(error: BaseException) -> str:
     """Kind and text of an error, without secrets."""
     return without_secrets(f"{type(error).__name__}: {error}")
 
 
-def upload_checkpoint(folder: Path, address: str, keep_on: Callable[[], bool] = lambda: True) -> None:
+class Heartbeat(fsspec.Callback):
+    """Knows when a file system last said that some bytes of a copy have gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = time.monotonic()
+
+    def call(self, *args: Any, **kwargs: Any) -> None:
+        self.last = time.monotonic()
+
+
+def upload_checkpoint(
+    folder: Path,
+    address: str,
+    keep_on: Callable[[], bool] = lambda: True,
+    heartbeat: Heartbeat | None = None,
+) -> None:
     """Copy a complete checkpoint to `<address>/<its name>`, its manifest with hashes last.
 
     Args:
         folder: The local checkpoint, complete.
         address: Of the folder of checkpoints.
         keep_on: Asked before each file; False gives up.
+        heartbeat: Told of every part that has gone.
 
     Raises:
         Exception: Whatever the file system raises; then no manifest is there.
     """
     system, root = fsspec.core.url_to_fs(f"{address.rstrip('/')}/{folder.name}")
+    heartbeat = heartbeat or Heartbeat()
     manifest = make_manifest(folder, with_hashes=True)
     # Listings are cached, and another process may have written since.
     system.invalidate_cache()
@@ -83,7 +129,8 @@ def upload_checkpoint(folder: Path, address: str, keep_on: Callable[[], bool] = 
             raise InterruptedError(f"{folder.name} is not wanted any more")
         if address.partition("://")[0] not in OBJECT_STORES:
             system.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
-        system.put_file(str(folder / name), f"{root}/{name}")
+        heartbeat.call()
+        system.put_file(str(folder / name), f"{root}/{name}", callback=heartbeat)
         size = system.info(f"{root}/{name}")["size"]
         if size != entry["size"]:
             raise OSError(f"{name} arrived with {size} bytes instead of {entry['size']}")
@@ -114,8 +161,18 @@ def fetch_checkpoint(address: str, output_dir: str | Path) -> Path:
 
     Raises:
         ValueError: There is none, or it is incomplete.
+        OSError: The store does not answer.
     """
-    address = address.rstrip("/")
+    try:
+        return _fetch(address.rstrip("/"), Path(output_dir))
+    except (ValueError, DiskSpaceError):
+        raise
+    # Each store has its own errors, which may name credentials.
+    except Exception as error:
+        raise OSError(f"The checkpoint at {address} could not be fetched: {describe(error)}") from None
+
+
+def _fetch(address: str, output_dir: Path) -> Path:
     if step_of(address) is None:
         steps = remote_steps(address)
         if not steps:
@@ -126,38 +183,51 @@ def fetch_checkpoint(address: str, output_dir: str | Path) -> Path:
         address = f"{address}/checkpoint-{steps[-1]}"
     system, root = fsspec.core.url_to_fs(address)
     try:
-        manifest = json.loads(system.cat_file(f"{root}/{MANIFEST_NAME}"))
+        manifest = system.cat_file(f"{root}/{MANIFEST_NAME}")
     except FileNotFoundError:
         raise ValueError(f"{address} has no {MANIFEST_NAME}, which is written last: it is incomplete.") from None
-    final = Path(output_dir) / Path(root).name
-    if _is_there(final, manifest):
+    try:
+        files = files_of(manifest)
+    except ValueError as error:
+        raise ValueError(f"The {MANIFEST_NAME} of {address} cannot be read ({error}). Take an older one.") from None
+    final = output_dir / Path(root).name
+    if _is_there(final, files):
         logger.warning(f"{final} is the same as {address} and used.")
         return final
+    output_dir.mkdir(parents=True, exist_ok=True)
+    check_disk_space(output_dir, sum(entry["size"] for entry in files.values()))
     aside = final.with_name(f"{ASIDE_PREFIX}{final.name}")
     shutil.rmtree(aside, ignore_errors=True)
-    _download(system, root, manifest, aside)
-    problems = manifest_problems(aside)
-    if problems:
-        shutil.rmtree(aside)
-        raise ValueError(f"{address} is not what its manifest says: {'; '.join(problems)}. Take an older one.")
-    publish(aside, final)
+    try:
+        _download(system, root, files, aside)
+        (aside / MANIFEST_NAME).write_bytes(manifest)
+        problems = manifest_problems(aside)
+        if problems:
+            raise ValueError(f"{address} is not what its manifest says: {'; '.join(problems)}. Take an older one.")
+        if final.exists():
+            logger.warning(f"{final} is not the same as {address}, which takes its place.")
+        publish(aside, final)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
     return final
 
 
-def _download(system: Any, root: str, manifest: dict[str, Any], folder: Path) -> None:
-    for name in manifest["files"]:
+def _download(system: Any, root: str, files: dict[str, Any], folder: Path) -> None:
+    for name in files:
         path = folder / name
         if not path.resolve().is_relative_to(folder.resolve()):
             raise ValueError(f"The manifest of {root} names {name!r}, which is outside the checkpoint.")
         path.parent.mkdir(parents=True, exist_ok=True)
-        system.get_file(f"{root}/{name}", str(path))
-    (folder / MANIFEST_NAME).write_text(json.dumps(manifest, indent=1) + "\n")
+        try:
+            system.get_file(f"{root}/{name}", str(path))
+        except FileNotFoundError:
+            raise ValueError(f"{root} is incomplete: {name} is missing. Take an older one.") from None
 
 
-def _is_there(folder: Path, manifest: dict[str, Any]) -> bool:
+def _is_there(folder: Path, files: dict[str, Any]) -> bool:
     if not folder.is_dir() or manifest_problems(folder):
         return False
-    return make_manifest(folder, with_hashes=True)["files"] == manifest["files"]
+    return make_manifest(folder, with_hashes=True)["files"] == files
 
 
 __all__ = ["check_address", "fetch_checkpoint", "is_remote", "remote_steps", "upload_checkpoint"]

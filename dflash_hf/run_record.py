@@ -14,12 +14,15 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from .manifest import manifest_hashes
 from .packing import PackedDataset
+from .remote_store import without_credentials
 
 
 logger = logging.get_logger(__name__)
 
 RECORD_NAME = "dflash_run.json"
+FORMAT = 1
 LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "safetensors", "numpy")
 # Documents of a large data set whose every token enters the hash; of the others the length does.
 SAMPLED_DOCUMENTS = 4096
@@ -27,6 +30,8 @@ SAMPLED_DOCUMENTS = 4096
 CHANGES = ("target", "tokenizer", "data", "rows")
 # Arguments that decide which rows a step sees.
 ROW_ARGUMENTS = ("seed", "data_seed", "row_length", "dataloader_drop_last")
+# Arguments that spread a step's rows over micro-batches.
+SPLIT_ARGUMENTS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 # Arguments that decide what is learned from them: changing one on the way is a choice, of which a resume tells.
 LEARNING_ARGUMENTS = (
     *("num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
@@ -34,6 +39,8 @@ LEARNING_ARGUMENTS = (
     *("num_anchors", "max_anchors_per_row", "context_noise", "objective", "loss_gamma", "dpace_alpha"),
     *("bf16", "fp16", "tf32", "ignore_data_skip", "target_model_init_kwargs"),
 )
+# Optimizers whose state is the same.
+ADAMW = ("adamw_torch", "adamw_torch_fused")
 # Fields of a saved configuration that say how it was saved, or that Trainer takes from the tokenizer when it starts.
 CONFIG_FIELDS_OF_SAVING = (
     *("_name_or_path", "architectures", "auto_map", "dtype", "transformers_version"),
@@ -116,7 +123,8 @@ def run_record(trainer: Any) -> dict[str, Any]:
     per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     drafter = trainer._drafter_config.to_dict()
     record = {
-        "format": 1,
+        "format": FORMAT,
+        "recipe": trainer.recipe,
         "drafter": {k: v for k, v in drafter.items() if k not in CONFIG_FIELDS_OF_SAVING},
         "target": target_identity(trainer.target.model),
         "tokenizer": tokenizer_digest(trainer._tokenizer),
@@ -130,12 +138,42 @@ def run_record(trainer: Any) -> dict[str, Any]:
     }
     if isinstance(rows, PackedDataset):
         record["data"] = {"documents": len(rows.documents), "rows": len(rows), "digest": data_digest(rows)}
-    return json.loads(json.dumps(record, default=str))
+        record["data"]["manifests"] = manifest_hashes(rows.documents)
+    return without_credentials(json.loads(json.dumps(record, default=str)))
 
 
 def write_record(record: dict[str, Any], folder: Path) -> None:
     """Write a record into a checkpoint."""
     (folder / RECORD_NAME).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """The record of a checkpoint.
+
+    Raises:
+        ValueError: It cannot be read, or is of another format.
+    """
+    try:
+        record = json.loads((folder / RECORD_NAME).read_text(encoding="utf-8"))
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise ValueError(
+            f"{folder / RECORD_NAME} is no record of format {FORMAT}, so what run the checkpoint is of cannot be "
+            "told. Take another checkpoint, or delete the file to resume without the comparison."
+        )
+    return record
+
+
+def is_same_run(folder: Path, own: dict[str, Any]) -> bool:
+    """Whether a checkpoint is one that the run with a record comes to as well, or that says nothing of itself."""
+    try:
+        saved = read_record(folder)
+    except (OSError, ValueError):
+        return True
+    different = [kind for kind in CHANGES if _difference(kind, saved[kind], own[kind])]
+    learning = [name for name in LEARNING_ARGUMENTS if name in saved["arguments"]]
+    return not different and not _differences(saved["arguments"], own["arguments"], learning)
 
 
 def check_record(folder: Path, own: dict[str, Any], allowed: list[str], has_random_layers: bool) -> None:
@@ -154,18 +192,27 @@ def check_record(folder: Path, own: dict[str, Any], allowed: list[str], has_rand
     if not path.exists():
         logger.warning(f"{folder} has no {RECORD_NAME}: whether it is of this target, tokenizer and data is unknown.")
         return
-    saved = json.loads(path.read_text())
+    saved = read_record(folder)
     refused: list[str] = []
     notes: list[str] = []
     for kind in CHANGES:
         difference = _difference(kind, saved[kind], own[kind])
         if difference:
             (notes if kind in allowed else refused).append(f"{kind}: {difference}")
+    optimizers = [record["arguments"].get("optim") for record in (saved, own)]
+    if optimizers[0] != optimizers[1] and not set(optimizers) <= set(ADAMW):
+        refused.append(
+            f"optim: {optimizers[0]} there and {optimizers[1]} here, which cannot take its state; for another "
+            "optimizer start a new run from the checkpoint's drafter (model=FOLDER, without resume_from_checkpoint)"
+        )
     if saved["ranks"] != own["ranks"]:
         if has_random_layers and "rows" not in allowed:
             refused.append(f"rows: {saved['ranks']} ranks there and {own['ranks']} here, and dropout draws per rank")
         else:
             notes.append(f"{saved['ranks']} ranks there and {own['ranks']} here: the same but for rounding")
+    elif saved["rows"] == own["rows"]:
+        splits = _differences(saved["arguments"], own["arguments"], list(SPLIT_ARGUMENTS))
+        notes += [f"{', '.join(splits)}: the same but for rounding"] if splits else []
     if refused:
         raise ValueError(
             f"The checkpoint {folder} is of another run, which this one would not continue:\n  "
@@ -192,13 +239,21 @@ def _difference(kind: str, saved: Any, own: Any) -> str:
             "other weights or another dtype"
         )
     if kind == "data":
+        return _data_difference(saved, own)
+    return "another vocabulary, other rules or another chat template"
+
+
+def _data_difference(saved: dict[str, Any], own: dict[str, Any]) -> str:
+    if saved["digest"] != own["digest"]:
         return (
             f"{saved['documents']} documents in {saved['rows']} rows there and {own['documents']} in {own['rows']} "
             "here, or other tokens in them"
-            if saved["digest"] != own["digest"]
-            else ""
         )
-    return "another vocabulary, other rules or another chat template"
+    # Only some tokens of a large data set are hashed, and the manifest knows of them all.
+    if saved.get("manifests", own["manifests"]) != own["manifests"]:
+        there, here = (", ".join(h[:12] for h in d["manifests"]) or "none" for d in (saved, own))
+        return f"documents of another manifest, {there} there and {here} here"
+    return ""
 
 
 def _differences(saved: dict[str, Any], own: dict[str, Any], names: list[str]) -> list[str]:
@@ -206,4 +261,13 @@ def _differences(saved: dict[str, Any], own: dict[str, Any], names: list[str]) -
     return [f"{name} {saved.get(name)} there and {own[name]} here" for name in names]
 
 
-__all__ = ["check_record", "data_digest", "git_commit", "run_record", "tokenizer_digest", "write_record"]
+__all__ = [
+    "check_record",
+    "data_digest",
+    "git_commit",
+    "is_same_run",
+    "read_record",
+    "run_record",
+    "tokenizer_digest",
+    "write_record",
+]

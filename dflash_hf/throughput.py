@@ -105,6 +105,8 @@ class Throughput:
         target, drafter = (median(self._recent[name]) for name in HALVES)
         medians = f"{target:.3g} s of target, {drafter:.3g} s of drafter a micro-batch"
         shared = self._device in self._target_devices
+        if shared and self._device.type == "cpu":
+            return f"Both halves share the CPU ({medians})."
         if depth == 0:
             return f"The halves take turns ({medians}): set prefetch_depth to 2, so that they run at the same time."
         if shared:

@@ -2,6 +2,7 @@
 """`DFlashTrainer`: a transformers Trainer that runs a frozen target beside the drafter it trains."""
 
 import shutil
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,18 +21,23 @@ from .conversations import tokenize_completions
 from .data_collator import DataCollatorForDFlash, check_documents, num_valid_anchors
 from .drafter_loss import drafter_loss
 from .guards import StepGuard, check_can_learn, first_nonfinite_parameter
-from .hub_pushes import push_checkpoint, write_publishable
+from .hub_pushes import build_publication, push_checkpoint, push_run
 from .interrupts import Interrupts, TrainingInterrupted
 from .losses import IGNORE_INDEX, BlockSums, Objective, make_objective
 from .manifest import check_documents_fit
+from .model_card import CardOptions
 from .modeling_dflash import DFlashDraftModel
+from .optimizers import muon_with_adamw
 from .packing import PackedDataset, RowSampler, with_sources
 from .pairs import PairCallback, make_pair, pair_accelerator_args, place_target
+from .partial_training import check_resumed_part, is_adapter, make_trainable
 from .remote_checkpoints import RemoteCheckpointCallback
+from .resumed_state import EVALUATION_DUE, DueEvaluation, GivenSettings, check_steps_left, tell_of_schedule
 from .resuming import prepare_output, resume_folder
 from .run_record import run_record, write_record
 from .target import FrozenHead, FrozenTarget
 from .training_args import DFlashTrainingArguments
+from .training_facts import TrainingFacts
 from .walk import WalkSums, walk_batch
 
 
@@ -69,6 +75,11 @@ class DFlashTrainer(Trainer):
             is opened by [`load_documents`].
         processing_class (`PreTrainedTokenizerBase`, *optional*):
             The target's tokenizer; needed for chats.
+        peft_config (`peft.PeftConfig`, *optional*):
+            Train an adapter, saved without the drafter, in place of its weights; without `target_modules`, of all
+            matrices. [`drafter_adapters.lora_config`] makes one, [`drafter_adapters.merge_adapter`] the new drafter.
+        recipe (`dict`, *optional*):
+            What a script was started with, as JSON; written into every checkpoint's `dflash_run.json`.
         **kwargs:
             Further arguments of [`~transformers.Trainer`].
 
@@ -90,6 +101,8 @@ class DFlashTrainer(Trainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: PreTrainedTokenizerBase | None = None,
+        peft_config: Any = None,
+        recipe: dict[str, Any] | None = None,
         **kwargs,
     ):
         args = args if args is not None else DFlashTrainingArguments(output_dir="tmp_trainer")
@@ -110,13 +123,25 @@ class DFlashTrainer(Trainer):
                 "acceptance length and the accuracy per slot. Leave it out."
             )
         config = drafter.config
-        self.objective = make_objective(args.objective, config.block_size, args.loss_gamma, args.dpace_alpha)
-        self.target = _frozen_target(target_model, config.target_layer_ids, args)
+        self.objective = make_objective(
+            args.objective,
+            config.block_size,
+            args.loss_gamma,
+            args.dpace_alpha,
+            args.slot_weights,
+            args.loss_temperature,
+            args.cross_entropy_share,
+        )
+        compares = self.objective.slot_terms.divergence is not None
+        self.target = _frozen_target(target_model, config.target_layer_ids, args, compares)
         tokenizer = processing_class if isinstance(processing_class, PreTrainedTokenizerBase) else None
         check_continuing(config, self.target, tokenizer)
         self.head = FrozenHead(self.target.model, args.device)
-        _prepare_drafter(drafter, args)
-        self.args, self._tokenizer, self._drafter_config = args, tokenizer, config
+        # A frozen drafter under autocast needs no fp32 masters.
+        frozen = is_adapter(drafter) or peft_config is not None
+        _prepare_drafter(drafter, args, keep_dtype=frozen and (args.bf16 or args.fp16))
+        drafter = make_trainable(drafter, peft_config, args.trainable_modules, args.seed)
+        self.args, self._tokenizer, self._drafter_config, self.recipe = args, tokenizer, config, recipe
         if isinstance(eval_dataset, dict) and not isinstance(eval_dataset, DatasetDict):
             eval_dataset = {name: self._pack(data) for name, data in eval_dataset.items()}
         else:
@@ -125,6 +150,8 @@ class DFlashTrainer(Trainer):
         if data_collator is None:
             rows = train_dataset or (None if isinstance(eval_dataset, dict) else eval_dataset)
             data_collator = self._collator(rows)
+        if args.muon:
+            kwargs.setdefault("optimizer_cls_and_kwargs", muon_with_adamw(args))
         super().__init__(
             model=drafter,
             args=args,
@@ -142,10 +169,11 @@ class DFlashTrainer(Trainer):
         self._step_sums = BlockSums.zeros(config.block_size, args.device)
         self._guard = StepGuard(drafter, args.max_nonfinite_steps, scaled=self.accelerator.scaler is not None)
         self._interrupts = Interrupts(args.world_size)
-        # Where push_to_hub() writes the drafter, while it runs.
-        self._publishing: Path | None = None
+        self.add_callback(TrainingFacts(self))
         self.add_callback(self._guard)
         self.add_callback(self._interrupts)
+        self._due_evaluation = DueEvaluation(self)
+        self.add_callback(self._due_evaluation)
         if args.remote_checkpoint_dir is not None:
             self.add_callback(RemoteCheckpointCallback(args.remote_checkpoint_dir))
         self._eval_walk = WalkSums.zeros(config.block_size)
@@ -264,9 +292,12 @@ class DFlashTrainer(Trainer):
         decided_by_main(self, lambda: prepare_output(self))
         self.run_record = run_record(self)
         folder = decided_by_main(self, lambda: resume_folder(self, resume_from_checkpoint))
+        check_resumed_part(folder, self.accelerator.unwrap_model(self.model))
+        self._due_evaluation.folder = folder
         self._interrupts.install()
         try:
             output = super().train(None if folder is None else str(folder), *args, **kwargs)
+            self._guard.finish()
             for mirror in self._mirrors():
                 decided_by_main(self, mirror.finish)
         except TrainingInterrupted:
@@ -304,45 +335,72 @@ class DFlashTrainer(Trainer):
             logger.error(f"No checkpoint of step {self.state.global_step}: the drafter's {parameter} is not finite.")
             return
         run_dir = Path(self._get_output_dir(trial))
-        folder = write_checkpoint(self, run_dir, lambda aside: write_record(self.run_record, aside))
+        record = {**self.run_record, EVALUATION_DUE: self._interrupts.evaluation_is_due}
+        folder = write_checkpoint(self, run_dir, lambda aside: write_record(record, aside))
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
         rotate(self, run_dir)
 
-    def push_to_hub(
-        self, commit_message="End of training", blocking=True, token=None, revision=None, private=None, **kwargs
+    def push_to_hub(  # type: ignore[override]
+        self,
+        commit_message="End of training",
+        blocking=True,
+        token=None,
+        revision=None,
+        private=None,
+        tag=None,
+        options: CardOptions | None = None,
     ):
-        """The parent's push, of the publishable bf16 drafter: `output_dir` keeps the fp32 masters."""
-        if self.hub_model_id is None:
-            self.init_hf_repo(token=token, private=private)
-        output_dir = self.args.output_dir
-        assert output_dir is not None
-        # The parent pushes the folder that it saves to, and names the model after it.
-        self._publishing = Path(output_dir, "_push-final", Path(output_dir).absolute().name)
-        self.args.output_dir = str(self._publishing)
-        try:
-            pushed = super().push_to_hub(commit_message, blocking, token, revision, private, **kwargs)
-            if blocking and self.is_world_process_zero():
-                shutil.rmtree(self._publishing.parent)
-            return pushed
-        finally:
-            self.args.output_dir, self._publishing = output_dir, None
+        """Publish the drafter as others can use it at once: bf16 weights, code, card, results, plots.
+
+        All come in one commit. `output_dir` keeps the fp32 masters; its `results.json` (of the acceptance) and plots
+        are published too. An adapter is merged.
+
+        Args:
+            commit_message: First line of the commit.
+            blocking: Whether to wait; otherwise a future is returned.
+            token, revision, private: In place of `hub_token`, `hub_revision` and `hub_private_repo`.
+            tag: Tag of the commit.
+            options: What the publisher adds to the card, such as base model and licence.
+        """
+        return push_run(self, commit_message, blocking, token, revision, private, tag, options)
+
+    def create_model_card(self, *, options: CardOptions | None = None, **kwargs) -> None:  # type: ignore[override]
+        """Write the drafter's card into `output_dir`; needs no network.
+
+        Args:
+            options: As for [`push_to_hub`].
+            **kwargs: Only for compatibility with the parent; what they say is known already.
+        """
+        if self.is_world_process_zero():
+            name = self.hub_model_id or Path(str(self.args.output_dir)).absolute().name
+            with tempfile.TemporaryDirectory() as folder:
+                build_publication(self, Path(folder), name if "/" in name else f"OWNER/{name}", options)
+                shutil.copy(Path(folder, "README.md"), str(self.args.output_dir))
 
     def _push_from_checkpoint(self, checkpoint_folder):
         # The parent copies the checkpoint's fp32 weights, and pushes folders that may be rotated away meanwhile.
         push_checkpoint(self, Path(checkpoint_folder))
-
-    def _save(self, output_dir=None, state_dict=None):
-        if self._publishing is None:
-            super()._save(output_dir, state_dict)
-        elif self.args.should_save:
-            write_publishable(self, self._publishing)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         with warnings.catch_warnings():
             # Trainer reads the configuration as a plain one, which warns of a field that is there for older readers.
             warnings.filterwarnings("ignore", message="`rope_scaling` is deprecated", category=FutureWarning)
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        # The parent lets the learning rate and weight decay of the loaded states rule over this run's arguments; no
+        # hook comes between.
+        if checkpoint is not None:
+            check_steps_left(Path(checkpoint), self.state.max_steps)
+        if checkpoint is None or self.is_deepspeed_enabled:
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        assert self.optimizer is not None
+        given = GivenSettings(self.optimizer, self.lr_scheduler)
+        super()._load_optimizer_and_scheduler(checkpoint)
+        rates = given.put_back(self.optimizer, self.lr_scheduler)
+        if self.is_world_process_zero():
+            tell_of_schedule(Path(checkpoint), self.state.max_steps, rates)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         """The parent's step; the loss of a micro-batch that is not finite is returned as 0, its step is left out."""
@@ -405,9 +463,8 @@ class DFlashTrainer(Trainer):
                 f"The collator makes blocks of {labels.shape[-1]} slots, the drafter's block_size is "
                 f"{config.block_size}. Give both the same, or leave data_collator out."
             )
-        context = self.prefetcher.context_hidden_states(inputs)
-        if model.training:
-            self._guard.see(context, inputs["documents"], inputs["document_lengths"])
+        context, final = self._split(self.prefetcher.context_hidden_states(inputs))
+        self._guard.see(context, inputs["documents"], inputs["document_lengths"], model.training)
         dtype = self._compute_dtype
         if model.training and self.args.context_noise > 0:
             context = add_context_noise(
@@ -422,6 +479,7 @@ class DFlashTrainer(Trainer):
             self.head,
             self.objective,
             self.args.loss_chunk_blocks,
+            final,
         )
         (self._step_sums if model.training else self._eval_sums).add(sums)
         if num_items_in_batch is None:
@@ -455,6 +513,7 @@ class DFlashTrainer(Trainer):
     ) -> EvalLoopOutput:
         """The parent's loop, with loss and acceptance as ratios of sums over all blocks instead of means of means."""
         self._eval_sums.values.zero_()
+        self._guard.evaluated.clear()
         self._eval_sources = dataloader.dataset.sources if isinstance(dataloader.dataset, PackedDataset) else None
         self._eval_walk = WalkSums.zeros(self._drafter_config.block_size or 0, sorted(set(self._eval_sources or [])))
         self.prefetcher.wait_until_idle()
@@ -462,6 +521,7 @@ class DFlashTrainer(Trainer):
         output = super().evaluation_loop(dataloader, description, metric_key_prefix=metric_key_prefix, **kwargs)
         walked = self.accelerator.reduce(self._eval_walk.values.to(self.args.device), reduction="sum")
         metrics = self._reduced(self._eval_sums).metrics() | WalkSums(walked, self._eval_walk.sources).metrics()
+        self._guard.report_evaluation(metrics["loss"])
         metrics = {f"{metric_key_prefix}_{k}": v for k, v in metrics.items()}
         if not trained and self.args.world_size > 1:
             # Preparing for evaluation marks the drafter as prepared, and a later train() would leave it without the
@@ -508,6 +568,13 @@ class DFlashTrainer(Trainer):
         if self.args.bf16 or self.args.fp16:
             return torch.bfloat16 if self.args.bf16 else torch.float16
         return self.accelerator.unwrap_model(self.model).dtype
+
+    def _split(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The context, and the target's final states where the objective compares with its distribution."""
+        if not self.target.final_states:
+            return states, None
+        width = self._drafter_config.hidden_size
+        return states[..., :-width], states[..., -width:]
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Floating-point operations of the drafter on the blocks, forward and backward, without attention and head."""
@@ -561,9 +628,17 @@ def _data_seed(args: DFlashTrainingArguments) -> int:
 
 
 def _frozen_target(
-    target_model: "str | Path | PreTrainedModel | FrozenTarget", taps: list[int] | None, args: DFlashTrainingArguments
+    target_model: "str | Path | PreTrainedModel | FrozenTarget",
+    taps: list[int] | None,
+    args: DFlashTrainingArguments,
+    final_states: bool,
 ) -> FrozenTarget:
     if isinstance(target_model, FrozenTarget):
+        if final_states and not target_model.final_states:
+            raise ValueError(
+                f"objective={args.objective!r} compares with the target's distribution, but the FrozenTarget stops "
+                "after its last tap. Make it with final_states=True, or pass the target's id or folder."
+            )
         if args.target_model_init_kwargs:
             raise ValueError(
                 f"target_model_init_kwargs={args.target_model_init_kwargs} were given together with a FrozenTarget, "
@@ -586,13 +661,14 @@ def _frozen_target(
         device=device,
         compile_target=args.compile_target,
         allow_slow_target=args.allow_slow_target,
+        final_states=final_states,
         **init_kwargs,
     )
 
 
-def _prepare_drafter(model: DFlashDraftModel, args: DFlashTrainingArguments) -> None:
+def _prepare_drafter(model: DFlashDraftModel, args: DFlashTrainingArguments, keep_dtype: bool = False) -> None:
     """fp32 masters and an attention backend that can train on the device."""
-    if any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()):
+    if not keep_dtype and any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()):
         # AdamW steps at these rates vanish in bf16: norm weights would never move.
         logger.info("The drafter's parameters are kept in fp32; use bf16=True for autocast.")
         model.float()

@@ -11,7 +11,7 @@ need, `--preflight true` tries everything out on the machine; neither trains.
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +213,7 @@ def train(recipe: RecipeArguments, args: DFlashTrainingArguments) -> None:
             train_dataset=train_documents,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
+            recipe={"script": Path(__file__).name, **asdict(recipe)},
         )
 
     if recipe.preflight:

@@ -2,7 +2,6 @@
 """Short training runs in processes of their own, which can be killed: forked from one server that has imported all."""
 
 import logging
-import multiprocessing
 import os
 import socket
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import PartialState
+from killing import clean_context
 from tiny import MASK_TOKEN_ID, dense_target
 from transformers import TrainerCallback
 
@@ -43,7 +43,9 @@ def make_trainer(folder, target=None, documents=None, drafter=None, callbacks=No
             target.config, num_hidden_layers=2, num_taps=2, mask_token_id=MASK_TOKEN_ID, block_size=BLOCK_SIZE
         )
         drafter = DFlashDraftModel(config)
-    kwargs = {name: overrides.pop(name) for name in ("eval_dataset", "processing_class") if name in overrides}
+    kwargs = {
+        name: overrides.pop(name) for name in ("eval_dataset", "processing_class", "peft_config") if name in overrides
+    }
     values = {
         "output_dir": str(folder),
         "row_length": 32,
@@ -107,12 +109,6 @@ def _enter(function, environment: dict[str, str], log: str, args: tuple, kwargs:
     function(*args, **kwargs)
 
 
-def _context():
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["runs"])
-    return context
-
-
 def start(function, *args, world: int = 1, log: Path, environment: dict[str, str] | None = None, **kwargs) -> list:
     """Start a function in a process, or as several gloo ranks, its output going to a file."""
     # The server keeps the environment that it was started in.
@@ -124,7 +120,7 @@ def start(function, *args, world: int = 1, log: Path, environment: dict[str, str
         for rank, own in enumerate(environments):
             own |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_PORT": str(port)}
             own |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": str(world), "ACCELERATE_USE_CPU": "true"}
-    context = _context()
+    context = clean_context()
     processes = [context.Process(target=_enter, args=(function, own, str(log), args, kwargs)) for own in environments]
     for process in processes:
         process.start()

@@ -135,6 +135,49 @@ def test_nan_in_a_weight_from_the_start_is_an_error_in_the_first_step(target, tm
         trainer.train()
 
 
+def test_nan_in_a_weight_after_the_last_step_is_an_error_too(target, tmp_path):
+    class Spoil(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 4:
+                model.norm.weight.data[0] = float("nan")
+
+    trainer = make_trainer(tmp_path, target, callbacks=[Spoil()], save_steps=2, max_steps=4)
+    with pytest.raises(NonFiniteTrainingError, match=r"ended with a drafter whose norm.weight is not finite"):
+        trainer.train()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
+def test_a_run_whose_every_step_was_left_out_is_an_error(target, tmp_path):
+    """Fewer steps than those in a row that stop a run."""
+    with pytest.raises(NonFiniteTrainingError, match=r"All 6 steps of this run were left out.*nothing was trained"):
+        poisoned_trainer(tmp_path, target, (0, 1, 2, 3)).train()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"max_grad_norm": 0.0}, {"optim": "adafactor"}, {"gradient_accumulation_steps": 3}, {"bf16": True}],
+    ids=str,
+)
+def test_l4_the_step_is_left_out_whatever_the_arguments(target, tmp_path, caplog, arguments):
+    """Without clipping, with any optimizer, and where only one micro-batch, perhaps of a shorter last step, has it."""
+    trainer = poisoned_trainer(tmp_path, target, (2,), **arguments)
+    trainer.train()
+    steps = [int(message.split()[1]) for message in caplog.messages if "was left out" in message]
+    same = [step + 1 for step in range(1, 6) if equal(trainer.after[step], trainer.after[step - 1])]
+    assert steps and same == [step for step in steps if step > 1]
+    assert all("not finite in document 2." in message for message in caplog.messages if "was left out" in message)
+
+
+def test_an_evaluation_that_is_not_finite_names_the_documents(target, tmp_path, caplog):
+    trainer = poisoned_trainer(tmp_path, target, (2,), max_steps=1, eval_dataset=make_documents(4))
+    assert trainer.evaluate()["eval_loss"] > 0
+    assert not any("evaluation" in message for message in caplog.messages)
+    trainer.train()
+    assert torch.isnan(torch.tensor(trainer.evaluate()["eval_loss"]))
+    assert any("not finite in document 2 of those evaluated" in message for message in caplog.messages)
+    assert trainer._guard.evaluated == []
+
+
 def poisoned_training(folder: str, poisoned: tuple[int, ...], **arguments) -> None:
     """Target of a process: what a rank has after 4 steps."""
     trainer = poisoned_trainer(Path(folder) / "run", dense_target(), poisoned, max_steps=4, **arguments)
@@ -189,7 +232,8 @@ def test_training_does_not_ask_the_device_in_each_step(target, tmp_path, monkeyp
     monkeypatch.setattr(HostCopy, "is_immediate", property(lambda self: False))
     monkeypatch.setattr(HostCopy, "read", lambda self: calls.append("read") or self._tensor)
     trainer.train()
-    assert len(calls) == 2
+    # Each step's flag is read in the step after it, and the last one at the end.
+    assert len(calls) == 3
 
 
 @pytest.mark.parametrize("given", ["argument", "optimizer"])

@@ -38,6 +38,11 @@ class Hub:
         self.tokens.add(token)
         return SimpleNamespace(repo_id=f"me/{repo_id}")
 
+    def publish(self, publication, *, commit_message, token, **kwargs):
+        self.tokens.add(token)
+        shutil.copytree(publication.folder, self.root / str(len(self.commits)))
+        self.commits.append(commit_message)
+
     def upload_folder(self, api, *, folder_path, path_in_repo=None, run_as_future=False, ignore_patterns=(), **kwargs):
         def copy() -> None:
             self.may_go_on.wait(30)
@@ -61,6 +66,7 @@ def hub(tmp_path, monkeypatch):
     hub = Hub(tmp_path / "hub")
     monkeypatch.setattr(HfApi, "create_repo", lambda api, *args, **kwargs: hub.create_repo(api, *args, **kwargs))
     monkeypatch.setattr(HfApi, "upload_folder", lambda api, **kwargs: hub.upload_folder(api, **kwargs))
+    monkeypatch.setattr("dflash_hf.hub_pushes.publish", hub.publish)
     yield hub
     hub.thread.shutdown()
 
@@ -70,12 +76,12 @@ def pushing(folder, target, **arguments):
     return make_trainer(folder / "drafter", target, processing_class=byte_tokenizer(), **arguments)
 
 
-def assert_publishable(folder: Path) -> dict:
+def assert_publishable(folder: Path, tokenizer: bool = True) -> dict:
     tensors = load_file(folder / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
     assert DFlashDraftModel.from_pretrained(folder).dtype == torch.bfloat16
-    assert (folder / "tokenizer.json").exists() and (folder / "modeling_dflash.py").exists()
+    assert (folder / "tokenizer.json").exists() == tokenizer and (folder / "modeling_dflash.py").exists()
     assert not list(folder.rglob("training_args.bin")) and not list(folder.rglob("optimizer.pt"))
     return tensors
 
@@ -89,7 +95,8 @@ def test_every_save_pushes_the_bf16_drafter_and_keeps_fp32_masters(hub, target, 
         masters = load_file(tmp_path / "drafter" / f"checkpoint-{step}" / "model.safetensors")
         assert all(torch.equal(pushed[name], master.bfloat16()) for name, master in masters.items())
         assert {tensor.dtype for tensor in masters.values()} == {torch.float32}
-    assert sorted(path.name for path in (tmp_path / "drafter").iterdir()) == ["checkpoint-2", "checkpoint-4"]
+    names = sorted(path.name for path in (tmp_path / "drafter").iterdir())
+    assert names == ["checkpoint-2", "checkpoint-4", "training.json"]
 
 
 @pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
@@ -132,7 +139,7 @@ def test_hb1_push_to_hub_and_save_model_push_bf16_and_save_fp32(hub, target, tmp
     assert hub.commits == []
     trainer.save_model()
     assert hub.commits == ["Model save"] and trainer.args.output_dir == str(tmp_path / "drafter")
-    assert_publishable(hub.root / "0")
+    assert_publishable(hub.root / "0", tokenizer=False)
     saved = load_file(tmp_path / "drafter" / "model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
     assert trainer.model.dtype == torch.float32

@@ -353,7 +353,7 @@ def test_the_log_says_where_the_time_goes(tmp_path, caplog):
         assert all(entry[name] > 0 for name in (*names, "anchors_per_second"))
         assert entry["wait_seconds"] + entry["drafter_seconds"] == pytest.approx(entry["step_seconds"], rel=0.5)
     assert {"target_seconds_alone", "drafter_seconds_alone"} <= entries[-1].keys()
-    said = [m for m in caplog.messages if re.search("limits the step|share one device", m)]
+    said = [m for m in caplog.messages if re.search("limits the step|share the CPU", m)]
     assert said
 
 

@@ -17,8 +17,10 @@ from moto.server import ThreadedMotoServer
 from runs import finish, make_trainer, start, train
 from tiny import dense_target
 
+import dflash_hf.checkpointing
+import dflash_hf.remote_checkpoints
 import dflash_hf.remote_store
-from dflash_hf.checkpointing import MANIFEST_NAME, manifest_problems
+from dflash_hf.checkpointing import MANIFEST_NAME, DiskSpaceError, manifest_problems
 from dflash_hf.remote_checkpoints import RemoteCheckpointCallback, RemoteCheckpointError
 from dflash_hf.remote_store import check_address, fetch_checkpoint, remote_steps, upload_checkpoint, without_secrets
 
@@ -34,16 +36,19 @@ class Store:
     def __init__(self):
         self.server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
         self.server.start()
+        self.is_up = True
         _, self.port = self.server.get_host_and_port()
         self.endpoint = f"http://127.0.0.1:{self.port}"
         self.client = boto3.client("s3", endpoint_url=self.endpoint, config=Config(retries={"max_attempts": 1}))
 
     def down(self) -> None:
         self.server.stop()
+        self.is_up = False
 
     def up(self) -> None:
         self.server = ThreadedMotoServer(ip_address="127.0.0.1", port=self.port, verbose=False)
         self.server.start()
+        self.is_up = True
 
     def ask(self, path: str, body: bytes = b"") -> None:
         url = f"{self.endpoint}/moto-api/{path}"
@@ -53,8 +58,19 @@ class Store:
         return [entry["Key"] for entry in self.client.list_objects_v2(Bucket=BUCKET).get("Contents", [])]
 
 
+@pytest.fixture(scope="module")
+def server():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "planted-key-0123456789")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        server = Store()
+    yield server
+    server.down()
+
+
 @pytest.fixture
-def store(monkeypatch):
+def store(server, monkeypatch):
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "HTTP_PROXY", "http_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "planted-key-0123456789")
@@ -62,15 +78,15 @@ def store(monkeypatch):
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     # The client's own tries come on top of those here.
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    server = Store()
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
     server.client.create_bucket(Bucket=BUCKET)
     dflash_hf.remote_store.fsspec.get_filesystem_class("s3").clear_instance_cache()
     yield server
+    if not server.is_up:
+        server.up()
     server.ask("reset-auth", b"inf")
     # The buckets outlive a server that is switched off and on.
     server.ask("reset")
-    server.down()
 
 
 @pytest.fixture(scope="module")
@@ -311,9 +327,119 @@ def test_an_address_with_credentials_is_refused_without_repeating_them(target, t
     assert "secret" not in str(caught.value) and "Signature" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "address", ["bucket/run", "/folder", "s3:/bucket", "s3://", "s3:///", "", " s3://b/run", "s3://b/run\n"]
+)
+def test_what_is_no_address_is_an_error_at_the_start(target, tmp_path, address):
+    with pytest.raises(ValueError, match=r"is no address of checkpoints; expected one such as s3://bucket/run"):
+        make_trainer(tmp_path, target, remote_checkpoint_dir=address)
+
+
+def test_an_address_to_resume_from_is_looked_at_as_well(target, tmp_path):
+    with pytest.raises(ValueError, match="holds credentials or a query") as caught:
+        make_trainer(tmp_path, target).train(resume_from_checkpoint="s3://key:planted@bucket/run")
+    assert "planted" not in str(caught.value)
+
+
 def test_an_unknown_protocol_is_an_error_at_the_start():
     with pytest.raises(ValueError, match="Protocol not known: nosuch"):
         check_address("nosuch://bucket/run")
+
+
+# What else a store does
+
+
+MEMORY = "memory://faults/run"
+
+
+@pytest.fixture
+def memory():
+    system = dflash_hf.remote_store.fsspec.filesystem("memory")
+    yield system
+    if system.exists("/faults"):
+        system.rm("/faults", recursive=True)
+
+
+def memory_run(folder, target, **arguments):
+    return make_trainer(
+        folder, target, **{"max_steps": 4, "save_steps": 2, "remote_checkpoint_dir": MEMORY, **arguments}
+    )
+
+
+def test_a_store_that_hangs_is_not_waited_for_without_end(memory, target, tmp_path, monkeypatch, caplog):
+    goes_on = threading.Event()
+    original = type(memory).put_file
+
+    def put_file(self, local, remote, **kwargs):
+        if remote.endswith("checkpoint-4/optimizer.pt"):
+            goes_on.wait(60)
+        return original(self, local, remote, **kwargs)
+
+    monkeypatch.setattr(type(memory), "put_file", put_file)
+    trainer = mirrored(tmp_path, target, RemoteCheckpointCallback(MEMORY, stalled_after=0.5), max_steps=4)
+    with pytest.raises(RemoteCheckpointError, match="checkpoint-4 never arrived"):
+        trainer.train()
+    assert any("checkpoint-4 stopped arriving" in message for message in caplog.messages)
+    goes_on.set()
+
+
+def break_file(system, name: str, data: bytes | None) -> None:
+    path = f"/faults/run/checkpoint-4/{name}"
+    system.rm_file(path) if data is None else system.pipe_file(path, data)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("optimizer.pt", None, "optimizer.pt is missing"),
+        ("optimizer.pt", b"half", "optimizer.pt has 4 bytes instead of"),
+        (MANIFEST_NAME, b"[]", "it lists no files"),
+        (MANIFEST_NAME, b"\xff", "cannot be read"),
+        (MANIFEST_NAME, b'{"files": {"/etc/planted": {"size": 1}}}', "outside the checkpoint"),
+    ],
+)
+def test_a_broken_remote_checkpoint_is_an_error_by_name_and_skipped_otherwise(
+    memory, target, tmp_path, caplog, name, data, message
+):
+    memory_run(tmp_path / "run", target).train()
+    deadline = time.monotonic() + 10
+    while remote_steps(MEMORY) != [2, 4] and time.monotonic() < deadline:
+        upload_checkpoint(tmp_path / "run" / "checkpoint-2", MEMORY)
+    break_file(memory, name, data)
+    with pytest.raises(ValueError, match=message):
+        fetch_checkpoint(f"{MEMORY}/checkpoint-4", tmp_path / "other")
+    assert not list((tmp_path / "other").glob("*"))
+    trainer = memory_run(tmp_path / "other", target)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer._initial_global_step == 2
+    assert any("checkpoint-4 at memory://faults/run is skipped" in m and message in m for m in caplog.messages)
+
+
+def test_two_runs_at_one_address_are_told_of(memory, target, tmp_path, caplog):
+    memory_run(tmp_path / "one", target).train()
+    assert not any("holds checkpoints of later steps" in message for message in caplog.messages)
+    memory_run(tmp_path / "two", target, max_steps=2).train()
+    assert any("holds checkpoints of later steps than 0" in message for message in caplog.messages)
+
+
+def test_a_checkpoint_that_cannot_be_set_aside_does_not_stop_training(memory, target, tmp_path, monkeypatch, caplog):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(dflash_hf.remote_checkpoints, "linked_copy", full)
+    with pytest.raises(RemoteCheckpointError, match="checkpoint-4 never arrived"):
+        memory_run(tmp_path, target).train()
+    assert any("checkpoint-2 cannot be set aside" in message for message in caplog.messages)
+    assert not manifest_problems(tmp_path / "checkpoint-4")
+
+
+def test_a_disk_without_room_for_what_is_fetched_is_an_error_before_it(memory, target, tmp_path, monkeypatch):
+    memory_run(tmp_path / "run", target).train()
+    usage = shutil.disk_usage(tmp_path)._replace(free=2**20)
+    monkeypatch.setattr(dflash_hf.checkpointing.shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(DiskSpaceError):
+        fetch_checkpoint(f"{MEMORY}/checkpoint-4", tmp_path / "other")
+    assert not list((tmp_path / "other").iterdir())
 
 
 def test_secrets_of_the_environment_are_cut_out(monkeypatch):

@@ -394,10 +394,13 @@ def uploads(monkeypatch):
 @pytest.mark.parametrize(
     ("kwargs", "dtype"), [({}, "bfloat16"), ({"dtype": torch.float16}, "float16"), ({"dtype": None}, "float32")]
 )
-def test_c2_pushing_uploads_one_finished_folder_in_bf16_by_default(tmp_path, uploads, kwargs, dtype):
-    drafter = drafter_of()
+def test_c2_pushing_uploads_one_finished_folder_in_bf16_by_default(tmp_path, monkeypatch, kwargs, dtype):
+    drafter, files = drafter_of(), {}
+    monkeypatch.setattr(
+        "dflash_hf.hub_repository.publish",
+        lambda publication, **kwargs: files.update({p.name: p.read_bytes() for p in publication.folder.iterdir()}),
+    )
     drafter.push_to_hub("me/drafter", **kwargs)
-    (files,) = uploads
     assert json.loads(files["config.json"])["dtype"] == dtype
     (tmp_path / "model.safetensors").write_bytes(files["model.safetensors"])
     assert {str(d) for d, _, _ in raw_tensors(tmp_path).values()} == {f"torch.{dtype}"}

@@ -69,7 +69,7 @@ def test_halves_measured_alone_are_medians():
     [
         (1.0, 0.0, OTHER, 2, "The target limits the step"),
         (0.0, 0.02, OTHER, 2, "The drafter limits the step"),
-        (1.0, 0.0, CPU, 2, "share one device"),
+        (1.0, 0.0, CPU, 2, "share the CPU"),
         (1.0, 0.0, OTHER, 0, "set prefetch_depth to 2"),
     ],
 )

@@ -9,7 +9,7 @@ both from real decoding, and five answers decoded speculatively beside the targe
 
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -94,6 +94,7 @@ def main() -> None:
         train_dataset=documents,
         eval_dataset=tokenize_completions(test_rows, tokenizer, **limits),
         processing_class=tokenizer,
+        recipe={"script": Path(__file__).name, **asdict(demo)},
     )
     trainer.train()
     evaluation = trainer.evaluate()

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapt a published drafter to one's own traffic, or to a quantised or fine-tuned target, by a small adapter.
+
+    python recipes/adapt_drafter.py --drafter FOLDER_OR_ID --target FOLDER_OR_ID --documents FOLDER [--field value ...]
+
+`documents` is a folder that recipes/tokenize_completions.py wrote, or a file of completions. `output_dir` gets the
+adapter and checkpoints, `output_dir/merged` the new drafter in the plain format, and `adaptation.json` the acceptance
+on the evaluation documents before and after.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
+
+from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
+from dflash_hf.cli import parse_config
+from dflash_hf.drafter_adapters import lora_config
+from dflash_hf.launching import end_together
+from dflash_hf.loading import load_documents
+from dflash_hf.manifest import read_manifest
+from dflash_hf.partial_training import plain_drafter
+from dflash_hf.training_facts import FACTS_NAME
+
+
+CONFIG = Path(__file__).resolve().parent / "adapt.yaml"
+
+
+@dataclass
+class AdaptArguments:
+    drafter: str = field(metadata={"help": "Hub id or folder of the drafter to adapt."})
+    target: str = field(metadata={"help": "Hub id or folder of the target, the one that will serve."})
+    documents: str = field(metadata={"help": "Folder of documents, or a file or folder of completions."})
+    eval_documents: str | None = field(
+        default=None, metadata={"help": "The same to evaluate on; by default the evaluation split of documents."}
+    )
+    lora_rank: int = field(default=16, metadata={"help": "Rank of the adapter; 0 trains the drafter itself."})
+    lora_alpha: int | None = field(default=None, metadata={"help": "Scale of the adapter; twice the rank."})
+    lora_modules: list[str] | None = field(
+        default=None, metadata={"help": "Matrices that the adapter changes; by default all of the drafter."}
+    )
+
+
+def main() -> None:
+    adapt, args = parse_config(
+        (AdaptArguments, DFlashTrainingArguments), default_config=CONFIG, description=__doc__.split("\n")[0]
+    )
+    set_seed(args.seed)
+    with end_together():
+        run(adapt, args)
+
+
+def run(adapt: AdaptArguments, args: DFlashTrainingArguments) -> None:
+    """Evaluate, train, evaluate, merge, save."""
+    tokenizer = AutoTokenizer.from_pretrained(adapt.target)
+    train_documents, eval_documents = read_documents(adapt, args, tokenizer)
+    peft_config = None
+    if adapt.lora_rank and args.trainable_modules is None:
+        modules = {"target_modules": adapt.lora_modules} if adapt.lora_modules else {}
+        peft_config = lora_config(adapt.lora_rank, adapt.lora_alpha, **modules)
+    trainer = DFlashTrainer(
+        DFlashDraftModel.from_pretrained(adapt.drafter),
+        adapt.target,
+        args,
+        train_dataset=train_documents,
+        eval_dataset=eval_documents,
+        processing_class=tokenizer,
+        peft_config=peft_config,
+    )
+    before = trainer.evaluate() if eval_documents is not None else None
+    resume = {"true": True, "false": None}.get(str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model()
+    after = trainer.evaluate() if eval_documents is not None else None
+    if args.process_index == 0:
+        save_merged(trainer, Path(args.output_dir))
+        report(before, after, Path(args.output_dir))
+
+
+def read_documents(
+    adapt: AdaptArguments, args: DFlashTrainingArguments, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Dataset, Dataset | None]:
+    """Documents to train on and to evaluate on."""
+    manifest = read_manifest(adapt.documents)
+    length = {} if manifest else {"max_length": args.max_length or args.row_length}
+    train_documents = load_documents(adapt.documents, tokenizer, **length)
+    if adapt.eval_documents is not None:
+        length = {} if read_manifest(adapt.eval_documents) else {"max_length": args.max_length or args.row_length}
+        return train_documents, load_documents(adapt.eval_documents, tokenizer, **length)
+    if manifest and manifest["documents"].get("eval"):
+        return train_documents, load_documents(adapt.documents, tokenizer, "eval")
+    print("There is no evaluation split (tokenize_completions.py --eval_fraction): nothing is measured here.")
+    return train_documents, None
+
+
+def save_merged(trainer: DFlashTrainer, folder: Path) -> None:
+    """The new drafter as servers load it, with what the run knows of itself."""
+    merged = plain_drafter(trainer.accelerator.unwrap_model(trainer.model))
+    merged.save_pretrained(folder / "merged", dtype=torch.bfloat16)
+    shutil.copy(folder / FACTS_NAME, folder / "merged")
+
+
+def report(before: dict[str, Any] | None, after: dict[str, Any] | None, folder: Path) -> None:
+    """Print the acceptance before and after and write both down."""
+    if before is not None and after is not None:
+        (folder / "adaptation.json").write_text(json.dumps({"before": before, "after": after}, indent=1) + "\n")
+        print("\n| on the evaluation documents | before | after |\n|---|---|---|")
+        for name, label in (("eval_acceptance_length", "acceptance length"), ("eval_loss", "loss")):
+            print(f"| {label} | {before[name]:.3f} | {after[name]:.3f} |")
+    merged = folder / "merged"
+    print(f"\nThe new drafter is in {merged}; next: recipes/evaluate_acceptance.py --drafters {merged}")
+
+
+if __name__ == "__main__":
+    main()
