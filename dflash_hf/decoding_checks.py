@@ -109,8 +109,9 @@ def check_supported(
     mask = model_kwargs.get("attention_mask")
     if mask is not None and not bool(mask.all()):
         raise ValueError("The attention_mask has zeros: prompts are decoded one by one, so give them without padding.")
-    # Parts of the call that are None, as images of a text, ask for nothing.
-    inputs = [name for name, value in model_kwargs.items() if name not in _OWN_KWARGS and value is not None]
+    # A text's images are None or an empty dict.
+    given = {name for name, value in model_kwargs.items() if value is not None and not _is_empty_dict(value)}
+    inputs = sorted(given - _OWN_KWARGS)
     positions = model_kwargs.get("position_ids")
     if positions is not None and bool((positions != torch.arange(positions.shape[-1]).to(positions)).any()):
         inputs.append("position_ids other than 0, 1, 2, ..")
@@ -119,6 +120,10 @@ def check_supported(
             f"generate was called with {', '.join(inputs)}, whose effect would be lost: speculative decoding reads "
             "token ids alone, from the first position on. Leave them out, or generate without the drafter."
         )
+
+
+def _is_empty_dict(value: Any) -> bool:
+    return isinstance(value, dict) and not value
 
 
 def check_finite(**logits: torch.Tensor) -> None:

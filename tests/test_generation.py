@@ -8,7 +8,7 @@ import pytest
 import torch
 from naive import random_drafter
 from tiny import HIDDEN_SIZE, MASK_TOKEN_ID, VOCAB_SIZE, dense_target, hybrid_target, llama_target
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 from transformers.cache_utils import DynamicLayer
 
 from dflash_hf import DFlashDraftModel, decoding_state
@@ -57,7 +57,7 @@ def drafter_for(target, **fields):
         "hidden_size": HIDDEN_SIZE,
         "vocab_size": VOCAB_SIZE,
         "mask_token_id": MASK_TOKEN_ID,
-        "num_target_layers": target.config.num_hidden_layers,
+        "num_target_layers": target.config.get_text_config().num_hidden_layers,
         **fields,
     }
     return random_drafter(fields.pop("layer_types"), **fields)
@@ -477,6 +477,25 @@ def test_generate_takes_it_as_custom_generate(name):
         ids, custom_generate=speculative_decoding, drafter=oracle, max_new_tokens=21, eos_token_id=[271, stop]
     )
     assert output[0].tolist() == answer[: answer.index(stop, len(PROMPT)) + 1]
+
+
+def test_a_multimodal_target_decodes_texts_and_refuses_images():
+    """Its own positions have three or four rows, and its forwards get what encoders made of images."""
+    text = hybrid_target().config.to_dict()
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": HIDDEN_SIZE}
+    torch.manual_seed(0)
+    target = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision)).eval()
+    ids, expected = torch.tensor([PROMPT]), greedy(target, PROMPT, 20)
+    oracle = oracle_for(target, expected, [True, False, True])
+    for use_cache in (True, False):
+        output = speculative_generate(target, oracle, ids, 20, use_cache=use_cache)
+        assert output.sequences[0].tolist() == expected and set(output.committed[:-1]) == {2}
+    call = functools.partial(
+        target.generate, ids, custom_generate=speculative_decoding, drafter=oracle, max_new_tokens=20
+    )
+    assert call()[0].tolist() == expected
+    with pytest.raises(ValueError, match="generate was called with mm_encoder_outputs, whose effect would be lost"):
+        call(mm_encoder_outputs={"image": torch.zeros(1)})
 
 
 def test_generate_samples_with_its_own_settings():

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from dflash_hf import server_client
+from dflash_hf.completion_client import AnswerError, CompletionServer
 from dflash_hf.evaluation_prompts import EvaluationPrompt
 from dflash_hf.server_client import Server, ServerError
 from dflash_hf.server_counters import Verifications, own_verifications
@@ -335,6 +336,14 @@ def test_a_redirect_is_not_followed_and_the_key_stays(start, monkeypatch, status
     monkeypatch.setattr(Handler, "do_GET", redirect)
     with pytest.raises(ServerError, match=rf"status {status}: .*It redirects to {other}/v1/models"):
         Server(url, timeout=5)
+
+    def read_and_redirect(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        redirect(self)
+
+    monkeypatch.setattr(Handler, "do_POST", read_and_redirect)
+    with pytest.raises(AnswerError, match=f"refused the request .status {status}"):
+        CompletionServer(url + "/v1").answer({"messages": []})
     assert not asked
 
 
