@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import make_documents, make_trainer
+from runs import finish, make_documents, make_trainer, start
 from tiny import CHATML_TEMPLATE, byte_tokenizer, dense_target
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
 import dflash_hf.checkpointing
+import dflash_hf.resuming
 from dflash_hf.checkpointing import (
     MANIFEST_NAME,
     DiskSpaceError,
@@ -215,6 +216,42 @@ def test_a_disk_that_is_full_while_a_checkpoint_is_written_leaves_the_older_ones
         make_trainer(tmp_path, target, max_steps=6, save_steps=2).train()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
     assert last_complete_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+
+
+def failing_runs(folder: str) -> None:
+    """Target of a process: what a rank gets to hear when the first rank fails at something of its own."""
+    heard = []
+    trainer = make_trainer(Path(folder) / "run", max_steps=2, save_steps=1)
+
+    def broken(*args):
+        raise RuntimeError("broken on the first rank")
+
+    for resume, name in (("memory://nowhere/run", "fetch_checkpoint"), (None, "publish"), (None, "make_manifest")):
+        module = dflash_hf.resuming if name == "fetch_checkpoint" else dflash_hf.checkpointing
+        original = getattr(module, name)
+        if trainer.args.process_index == 0:
+            setattr(module, name, broken)
+        try:
+            trainer.train(resume_from_checkpoint=resume)
+        except Exception as error:
+            heard.append(f"{type(error).__name__}: {error}")
+        setattr(module, name, original)
+    trainer.train()
+    Path(folder, f"heard-{trainer.args.process_index}.json").write_text(json.dumps(heard))
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.state.destroy_process_group()
+
+
+def test_d1_what_fails_on_one_rank_stops_all_and_none_waits(tmp_path):
+    processes = start(failing_runs, str(tmp_path), world=2, log=tmp_path / "log")
+    assert finish(processes, timeout=60) == [0, 0], (tmp_path / "log").read_text()[-2000:]
+    fetched, *written = json.loads((tmp_path / "heard-0.json").read_text())
+    assert fetched == "RuntimeError: broken on the first rank"
+    assert all("step 1 could not be written (broken on the first rank)" in text for text in written)
+    fetched, *written = json.loads((tmp_path / "heard-1.json").read_text())
+    assert fetched == "RuntimeError: broken on the first rank"
+    assert len(written) == 2 and all("step 1 could not be written by another rank" in text for text in written)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint-1", "checkpoint-2"]
 
 
 # What a checkpoint records
