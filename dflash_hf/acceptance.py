@@ -6,7 +6,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,6 +43,7 @@ class DecodingSettings:
         top_k: Number of most likely tokens kept; 0 keeps all.
         sample_drafts: Draw drafts from the drafter's distribution instead of proposing its most likely tokens.
         seed: Of the sampling; every prompt starts from it anew.
+        use_cache: As in [`speculative_generate`], for targets whose caches cannot be rolled back.
     """
 
     max_new_tokens: int
@@ -52,6 +53,7 @@ class DecodingSettings:
     top_k: int = 0
     sample_drafts: bool = False
     seed: int = 0
+    use_cache: bool = True
 
     def __post_init__(self):
         if self.max_new_tokens < 2:
@@ -112,6 +114,7 @@ def measure_acceptance(
     *,
     settings: DecodingSettings | None = None,
     plain: Sequence[PlainAnswer] | None = None,
+    keep: Callable[[AcceptanceReport], None] | None = None,
 ) -> AcceptanceReport:
     """Decode prompts one by one and report the acceptance length.
 
@@ -125,6 +128,7 @@ def measure_acceptance(
         progress: Show a bar with the speed of the speculative decoding.
         settings: How to decode, where that is not greedy.
         plain: The target's own answers with the same settings, where they are at hand.
+        keep: Called with the report so far after each prompt, so that an interrupt loses nothing.
 
     Returns:
         [`AcceptanceReport`]. Sampled answers differ from run to run, so only greedy ones are compared.
@@ -159,10 +163,12 @@ def measure_acceptance(
             if answer is not None and settings.temperature == 0:
                 result = replace(result, **_compare(target, result, answer.output_ids))
             results.append(result)
-            report = AcceptanceReport(results, drafter.config.block_size or 0, settings.max_new_tokens)
+            report = AcceptanceReport(list(results), drafter.config.block_size or 0, settings.max_new_tokens)
             bar.set_postfix_str(
                 f"{report.tokens_per_second:.1f} tokens/s, acceptance length {report.acceptance_length:.2f}"
             )
+            if keep is not None:
+                keep(report)
     return report
 
 
@@ -217,6 +223,7 @@ def _decode_prompt(
         top_k=settings.top_k,
         sample_drafts=settings.sample_drafts,
         generator=generator,
+        use_cache=settings.use_cache,
     )
     # Reading the tokens waits for the device.
     output_ids = output.sequences[0, input_ids.shape[1] :].tolist()

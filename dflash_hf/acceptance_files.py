@@ -44,9 +44,10 @@ def markdown(reports: Mapping[str, AcceptanceReport], walked: Mapping[str, float
     for title, key in (("source", _source), ("language", _language)):
         groups = {name: report.groups(key) for name, report in reports.items()}
         values = dict.fromkeys(value for group in groups.values() for value in group)
+        # Of a run that was interrupted, later drafters may lack some.
         cells = [
-            [value, str(len(next(iter(groups.values()))[value].prompts))]
-            + [_number(group[value].acceptance_length) for group in groups.values()]
+            [value, str(max(len(group[value].prompts) for group in groups.values() if value in group))]
+            + [_number(group[value].acceptance_length if value in group else math.nan) for group in groups.values()]
             for value in values
         ]
         if cells:
@@ -74,7 +75,7 @@ def server_markdown(reports: Mapping[str, ServerReport], plain_tokens_per_second
     heads = ["server", "engine", "acceptance length", "tokens/s", "plain tokens/s", "speed-up", "counted from"]
     slots = {name: report.summary()["slot_acceptance"] for name, report in reports.items()}
     groups = [
-        [source or "-", language or "-", *(cells[name] for name in names)]
+        [source or "-", language or "-", *(cells.get(name, "-") for name in names)]
         for (source, language), cells in group_rows.items()
     ]
     tables = [_table(heads, rows), _slots(slots), _table(["source", "language", *names], groups)]
@@ -152,7 +153,9 @@ def _slots(slots: Mapping[str, list[float]]) -> str:
 
 
 def _table(heads: list[str], rows: list[list[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
+    # Names of files and sources may hold what separates cells and rows.
+    cleaned = [[" ".join(cell.split()).replace("|", "\\|") for cell in cells] for cells in [heads, *rows]]
+    lines = [cleaned[0], ["---"] * len(heads), *cleaned[1:]]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 

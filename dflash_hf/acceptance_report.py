@@ -149,8 +149,8 @@ class AcceptanceReport:
             "speed_up": self.speed_up,
         }
         return {
-            **{name: _or_none(value) for name, value in figures.items()},
-            "slot_acceptance": [_or_none(value) for value in self.slot_acceptance],
+            **{name: or_none(value) for name, value in figures.items()},
+            "slot_acceptance": [or_none(value) for value in self.slot_acceptance],
             "committed_histogram": self.committed_histogram,
             "committed_tokens": sum(sum(prompt.committed) for prompt in self.prompts),
             "forwards": sum(len(prompt.committed) for prompt in self.prompts),
@@ -222,7 +222,8 @@ def bootstrap_difference(
     return _central_interval(second - first, confidence)
 
 
-def _or_none(value: float) -> float | None:
+def or_none(value: float) -> float | None:
+    """A number as JSON can hold it: None for nan."""
     return None if math.isnan(value) else value
 
 

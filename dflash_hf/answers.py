@@ -3,10 +3,7 @@
 
 from collections import Counter
 
-from .chat_rows import RowError
-
-
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+from .chat_messages import REASONING_KEYS, RowError
 
 
 def last_own_text(message: dict) -> str:

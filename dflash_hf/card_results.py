@@ -101,17 +101,20 @@ def _span(values: set[int]) -> str:
 
 
 def plot_results(results: CardResults, path: Path) -> None:
-    """The share of blocks that accept the draft of each slot, and the acceptance lengths with their intervals."""
+    """The acceptance lengths with their intervals, and the share of blocks that accept the draft of each slot."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    shown = [row for row in results.rows if row.slots]
+    figure = Figure(figsize=(10 if shown else 6, 1.5 + max(2.5, 0.4 * len(results.rows))), layout="constrained")
     FigureCanvasAgg(figure)
-    slots, lengths = figure.subplots(1, 2)
-    for row in results.rows:
-        slots.plot(range(1, len(row.slots) + 1), row.slots, marker=".", label=row.prompts)
-    slots.set(xlabel="drafted slot", ylabel="share of blocks that accept it", ylim=(0, 1), title="acceptance per slot")
-    slots.legend()
+    lengths, *others = figure.subplots(1, 2 if shown else 1, squeeze=False)[0]
+    for slots in others:
+        for row in shown:
+            slots.plot(range(1, len(row.slots) + 1), row.slots, marker=".", label=row.prompts)
+        slots.set(xlabel="drafted slot", ylabel="share of blocks that accept it", ylim=(0, 1))
+        slots.set(title="acceptance per slot", xticks=range(1, max(len(row.slots) for row in shown) + 1))
+        slots.legend()
     names = [row.prompts for row in results.rows]
     values = [row.acceptance_length for row in results.rows]
     below = [0 if row.low is None else max(0.0, row.acceptance_length - row.low) for row in results.rows]

@@ -12,13 +12,16 @@ and may have `tools`, `finish_reason`, `completion_token_ids` (the last answer a
 `chat_template_kwargs` (such as `{"enable_thinking": false}`), `source` or `dataset`, and `language`.
 """
 
+import inspect
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+from .chat_messages import RowError, clean_messages, clean_tools, nesting_limited, parsed, without_none
+
+
 SHAREGPT_ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -28,17 +31,15 @@ SHAREGPT_ROLES = {
     "observation": "tool",
 }
 # Finish reasons of an answer that was cut off, so that it has no end of turn.
-TRUNCATED = ("length", "max_tokens", "abort", "content_filter")
-MEDIA_TYPES = ("image", "audio", "video", "file")
+TRUNCATED = ("length", "max_tokens", "abort", "content_filter", "error")
 TOKEN_ID_KEYS = ("completion_token_ids", "token_ids", "output_token_ids", "output_ids")
-
-
-class RowError(ValueError):
-    """A row that cannot be used; `reason` is the short name under which such rows are counted."""
-
-    def __init__(self, reason: str, message: str):
-        super().__init__(message)
-        self.reason = reason
+# Documents hold their ids as int32.
+LARGEST_ID = 2**31 - 1
+# How a template is called is no matter of a row: these would change what is rendered, or by what.
+RESERVED_TEMPLATE_KWARGS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {
+    "documents",
+    "add_generation_prompt",
+}
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Chat:
     tools: list[dict] | None = None
     completion_ids: list[int] | None = None
     is_truncated: bool = False
+    # The stop sequence that ended the last answer; unless it is an end of turn, the target generated none.
+    stop_text: str | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     source: str | None = None
     language: str | None = None
@@ -68,10 +71,11 @@ def read_chats(row: Any) -> list[Chat]:
     """
     if not isinstance(row, dict):
         raise RowError("no messages", f"a chat must be a dict with `messages`, got {type(row).__name__}.")
-    if isinstance(row.get("request"), dict) and row.get("response") is not None:
-        return _read_log(row)
-    prompt, completion = _prompt_and_completion(row)
-    return [_chat(row, prompt + completion, row)]
+    with nesting_limited():
+        if isinstance(row.get("request"), dict) and row.get("response") is not None:
+            return _read_log(row)
+        prompt, completion = _prompt_and_completion(row)
+        return [_chat(row, prompt + completion, row)]
 
 
 def _chat(row: dict, messages: list[dict], answer: dict) -> Chat:
@@ -86,12 +90,16 @@ def _chat(row: dict, messages: list[dict], answer: dict) -> Chat:
     if answers[0] == 0:
         raise RowError("answer first", "the first message is the assistant's: an answer needs a message before it.")
     ids = next((answer[key] for key in TOKEN_ID_KEYS if answer.get(key) is not None), None)
+    reason = _finish_reason(answer.get("finish_reason"))
+    # vLLM and SGLang say which stop sequence it was, and which id where it was a token.
+    stops = (answer.get("stop_reason"), answer.get("matched_stop"))
     return Chat(
         messages=messages,
-        tools=_clean_tools(row.get("tools")),
+        tools=clean_tools(row.get("tools")),
         completion_ids=_completion_ids(ids),
-        is_truncated=answer.get("finish_reason") in TRUNCATED,
-        template_kwargs=_without_none(row.get("chat_template_kwargs") or {}),
+        is_truncated=reason in TRUNCATED,
+        stop_text=next((s for s in stops if isinstance(s, str) and s), None) if reason == "stop" else None,
+        template_kwargs=_template_kwargs(row.get("chat_template_kwargs")),
         source=_name(row.get("source") or row.get("dataset")),
         language=_name(row.get("language")),
     )
@@ -113,6 +121,14 @@ def _prompt_and_completion(row: dict) -> tuple[list, list]:
     if completion is None:
         return messages, []
     answer = _as_messages(completion, "assistant", "completion")
+    if messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
+        if isinstance(completion, str) and completion == messages[-1].get("content"):
+            return messages, []
+        raise RowError(
+            "two answers",
+            "the messages end in an answer and the row has a `completion` or `response` besides: keep the one that "
+            "the target generated.",
+        )
     if isinstance(completion, str) and isinstance(row.get("reasoning_content"), str):
         answer[0]["reasoning_content"] = row["reasoning_content"]
     return messages, answer
@@ -143,7 +159,8 @@ def _from_sharegpt(message: Any) -> Any:
         return message
     rest = {key: value for key, value in message.items() if key not in ("from", "value")}
     role = message["from"]
-    return {**rest, "role": SHAREGPT_ROLES.get(role, role), "content": message.get("value")}
+    role = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
+    return {**rest, "role": role, "content": message.get("value")}
 
 
 def _read_log(row: dict) -> list[Chat]:
@@ -168,93 +185,30 @@ def _read_log(row: dict) -> list[Chat]:
     return chats
 
 
-def clean_messages(messages: Iterable[Any]) -> list[dict]:
-    """Messages without what Arrow fills in (case DT4): no None, `content` always there, arguments as dicts."""
-    cleaned = []
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise RowError("no role", f"message {i} must be a dict with a string `role`, got {str(message)[:80]!r}.")
-        if message["role"] not in ROLES:
-            raise RowError(
-                "unknown role",
-                f"message {i} has the role {message['role']!r}, expected one of {', '.join(ROLES)}: a misspelt role "
-                "would be rendered as if it were right.",
-            )
-        message = {"content": "", **_without_none(message)}
-        message["content"] = _content(message["content"], i)
-        # Some templates ask only whether the key is there, so an empty list must not stay.
-        if tool_calls := message.pop("tool_calls", None):
-            if not isinstance(tool_calls, list):
-                raise RowError(
-                    "broken tool calls", f"message {i}: `tool_calls` must be a list, got {type(tool_calls).__name__}."
-                )
-            message["tool_calls"] = [_with_parsed_arguments(call, i) for call in tool_calls]
-        cleaned.append(message)
-    return cleaned
-
-
-def _content(content: Any, message_index: int) -> str:
-    """The content as text: parts of text are joined, and media is refused, which a text drafter cannot learn from."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
+def _template_kwargs(value: Any) -> dict[str, Any]:
+    kwargs = without_none(parsed(value) or {})
+    if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
         raise RowError(
-            "broken content",
-            f"message {message_index}: `content` must be a string or a list of parts, got {type(content).__name__}.",
+            "broken template arguments", f"`chat_template_kwargs` must be an object, got {str(value)[:80]!r}."
         )
-    texts = []
-    for part in content:
-        kind = part.get("type", "text") if isinstance(part, dict) else "text"
-        if any(media in str(kind) or (isinstance(part, dict) and media in part) for media in MEDIA_TYPES):
-            raise RowError("image, audio or video", f"message {message_index} has a part of the type {kind!r}.")
-        text = part.get("text") if isinstance(part, dict) else part
-        if not isinstance(text, str):
-            raise RowError(
-                "broken content", f"message {message_index} has a part that is no text: {str(part)[:80]!r}."
-            )
-        texts.append(text)
-    return "".join(texts)
-
-
-def _with_parsed_arguments(tool_call: Any, message_index: int) -> dict:
-    if not isinstance(tool_call, dict):
+    if reserved := sorted(RESERVED_TEMPLATE_KWARGS & kwargs.keys()):
         raise RowError(
-            "broken tool calls",
-            f"message {message_index}: each of `tool_calls` must be a dict, got {str(tool_call)[:80]!r}.",
+            "broken template arguments",
+            f"`chat_template_kwargs` holds {', '.join(reserved)}: only variables of the template may be given.",
         )
-    if isinstance(tool_call.get("function"), dict):
-        return {**tool_call, "function": _with_parsed_arguments(tool_call["function"], message_index)}
-    if isinstance(tool_call.get("arguments"), str):
-        try:
-            arguments = json.loads(tool_call["arguments"])
-        except json.JSONDecodeError:
-            return tool_call
-        if isinstance(arguments, dict):
-            return {**tool_call, "arguments": arguments}
-    return tool_call
+    return kwargs
 
 
-def _clean_tools(tools: Any) -> list[dict] | None:
-    if isinstance(tools, str) and tools:
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise RowError("broken tools", f"`tools` is a string but not JSON ({error}): {tools[:80]!r}.") from error
-    else:
-        tools = _without_none(tools)
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowError(
-            "broken tools", f"`tools` must be a list of dicts or the JSON string of one, got {str(tools)[:80]!r}."
-        )
-    return tools
+def _finish_reason(value: Any) -> str:
+    """The reason in one spelling; SGLang's own endpoint wraps it in an object."""
+    value = value.get("type") if isinstance(value, dict) else value
+    return value.lower() if isinstance(value, str) else ""
 
 
 def _completion_ids(ids: Any) -> list[int] | None:
     if ids is None:
         return None
-    if not isinstance(ids, list | tuple) or not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+    if not isinstance(ids, list | tuple) or not all(type(i) is int and 0 <= i <= LARGEST_ID for i in ids):
         raise RowError(
             "broken token ids", f"`completion_token_ids` must be a list of token ids, got {str(ids)[:80]!r}."
         )
@@ -262,12 +216,5 @@ def _completion_ids(ids: Any) -> list[int] | None:
 
 
 def _name(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list | tuple):
-        return [_without_none(item) for item in value]
-    return value
+    # A lone half of a surrogate pair, which JSON can spell, cannot be stored.
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) and value else None

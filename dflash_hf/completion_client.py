@@ -7,6 +7,7 @@ import os
 import random
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -14,14 +15,22 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+from .server_http import open_url
+
 
 # Answers that a later request may turn into a better one.
 RETRIED_STATUSES = (408, 409, 425, 429)
 LONGEST_WAIT = 60.0
+# So many prompts in a row may fail by themselves after others were answered.
+FEWEST_FAILURES = 8
 
 
 class AnswerError(RuntimeError):
     """A prompt stays unanswered; says what the server did."""
+
+
+class RefusedError(AnswerError):
+    """The server answers, but not this prompt."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,9 @@ class CompletionServer:
         timeout: Seconds without a byte from the server after which a request is given up and sent again.
         retries: How often a request that fails is sent again: on connection errors, timeouts, 429 and 5xx.
         first_wait: Seconds before the first retry, doubled for each further one, unless the server says how long.
+
+    Raises:
+        ValueError: The address is none of HTTP or holds credentials, or OPENAI_API_KEY cannot be sent.
     """
 
     url: str
@@ -40,8 +52,18 @@ class CompletionServer:
     retries: int = 8
     first_wait: float = 1.0
 
+    def __post_init__(self) -> None:
+        address = urllib.parse.urlsplit(self.url)
+        # Neither is repeated: it would stand in every log.
+        if "@" in address.netloc or address.query:
+            raise ValueError("The server's address holds credentials or a query: give the key as OPENAI_API_KEY.")
+        if address.scheme not in ("http", "https") or not address.netloc:
+            raise ValueError(f"The server is {self.url!r}, expected an address such as 'http://127.0.0.1:8000/v1'.")
+        if not (_key().isascii() and _key().isprintable()):
+            raise ValueError("OPENAI_API_KEY holds characters that no HTTP header may hold: set it again.")
+
     def answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The first choice of the answer to a chat completion request.
+        """The first choice of the answer to a chat completion request, with the answer's `usage`.
 
         Raises:
             AnswerError: The server refuses the request, or has failed `retries` + 1 times.
@@ -54,7 +76,7 @@ class CompletionServer:
             except urllib.error.HTTPError as error:
                 failure = f"status {error.code}: {error.read(300).decode(errors='replace')}"
                 if error.code < 500 and error.code not in RETRIED_STATUSES:
-                    raise AnswerError(f"the server refused the request ({failure})") from error
+                    raise RefusedError(f"the server refused the request ({failure})") from error
                 pause = _retry_after(error.headers.get("Retry-After")) or pause
             # A closed connection, a stall, or half an answer.
             except (OSError, http.client.HTTPException, ValueError) as error:
@@ -65,17 +87,19 @@ class CompletionServer:
 
     def _ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
+        if key := _key():
             headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(
             f"{self.url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers, method="POST"
         )
-        with urllib.request.urlopen(request, timeout=self.timeout) as response:
+        with open_url(request, self.timeout) as response:
             answer = json.load(response)
         choices = answer.get("choices") if isinstance(answer, dict) else None
-        if not choices or not isinstance(choices[0].get("message"), dict):
+        first = choices[0] if isinstance(choices, list) and choices else None
+        if not isinstance(first, dict) or not isinstance(first.get("message"), dict):
             raise ValueError(f"the answer has no message: {str(answer)[:200]}")
-        return choices[0]
+        usage = answer.get("usage")
+        return {**first, "usage": usage if isinstance(usage, dict) else {}}
 
     def answer_all(
         self, bodies: Iterable[tuple[int, Mapping[str, Any]]], concurrency: int
@@ -83,11 +107,12 @@ class CompletionServer:
         """Answers to numbered requests in the order they come, at most `concurrency` asked at once.
 
         Raises:
-            AnswerError: Nothing was answered while as many requests failed as are asked at once.
+            AnswerError: Nothing was answered from the start while as many requests failed as are asked at once, or
+                the server, once it had answered, let as many fail one after the other: it is gone.
         """
         remaining = iter(bodies)
         pending: dict[Future, int] = {}
-        failed, answered = 0, 0
+        failed_in_a_row, has_answered = 0, False
         with ThreadPoolExecutor(concurrency) as threads:
             try:
                 while True:
@@ -100,12 +125,21 @@ class CompletionServer:
                         number, error = pending.pop(future), future.exception()
                         if error is not None and not isinstance(error, AnswerError):
                             raise error
-                        failed, answered = failed + (error is not None), answered + (error is None)
-                        if error is not None and not answered and failed >= concurrency:
-                            raise AnswerError(f"Nothing at {self.url} answers: {error}") from error
+                        has_answered |= error is None
+                        # A server that refuses prompts is there; one that has refused all of them is of no use.
+                        is_failure = error is not None and not (has_answered and isinstance(error, RefusedError))
+                        failed_in_a_row = failed_in_a_row + 1 if is_failure else 0
+                        if failed_in_a_row >= (max(concurrency, FEWEST_FAILURES) if has_answered else concurrency):
+                            more = " any more" if has_answered else ""
+                            raise AnswerError(f"Nothing at {self.url} answers{more}: {error}") from error
                         yield number, future.result() if error is None else error
             finally:
                 threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _key() -> str:
+    # Files of variables often leave a line end on the last value.
+    return os.environ.get("OPENAI_API_KEY", "").strip()
 
 
 def _retry_after(value: str | None) -> float | None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from .losses import BlockSums, Objective, frozen_head_loss
+from .losses import BlockSums, Objective, TargetStates, frozen_head_loss
 from .masking import block_position_ids, training_masks
 from .target import FrozenHead
 
@@ -23,6 +23,7 @@ def drafter_loss(
     head: FrozenHead,
     objective: Objective,
     chunk_blocks: int | None = None,
+    final_hidden_states: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, BlockSums, BaseModelOutputWithPast]:
     """Draft all blocks of a batch and compare them with its labels through the frozen head.
 
@@ -33,11 +34,13 @@ def drafter_loss(
         context_hidden_states (`torch.Tensor` of shape `[B, T, K * D]`): The target's hidden states, noise included,
             in the type that the drafter computes in.
         head: The target's embedding and head on the drafter's device.
-        objective: Weights of the slots.
+        objective: What is summed over slots and blocks.
         chunk_blocks: Blocks per chunk of the loss.
+        final_hidden_states (`torch.Tensor` of shape `[B, T, D]`): The target's states after its final norm, for an
+            objective that compares with its distribution.
 
     Returns:
-        The weighted sum of losses (not yet normalised), the sums for metrics and the drafter's output.
+        The sum of losses (not yet normalised), the sums for metrics and the drafter's output.
     """
     anchors = inputs["anchor_positions"]
     anchor_ids = inputs["input_ids"].gather(1, anchors.clamp(min=0))
@@ -59,6 +62,7 @@ def drafter_loss(
         head.vocab_size,
         chunk_blocks,
         counted_slots,
+        None if final_hidden_states is None else TargetStates(final_hidden_states, anchors),
     )
     return loss, sums, outputs
 

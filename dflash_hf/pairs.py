@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from .feature_transfer import FeatureTransfer
 from .prefetch import Prefetcher
-from .target import FrozenTarget
+from .target import FrozenTarget, FullDepth
 from .throughput import Throughput, ThroughputCallback
 from .topology import Placement, device_map_arguments, local_world_size, place
 from .training_args import DFlashTrainingArguments
@@ -69,11 +69,13 @@ def make_pair(target: FrozenTarget, args: DFlashTrainingArguments) -> tuple[Pref
     """The prefetcher of a loaded target for this process's drafter, and what times the two."""
     # In the order of the layers: the hidden states come out where the last tap is.
     devices = list(dict.fromkeys(p.device for p in target.model.parameters()))
-    last = next(target.layers[target.target_layer_ids[-1]].parameters()).device
+    last_layer = -1 if target.final_states else target.target_layer_ids[-1]
+    last = next(target.layers[last_layer].parameters()).device
     devices = [device for device in devices if device != last] + [last]
+    source = FullDepth(target) if target.final_states else target
     throughput = Throughput(args.device, devices, args.world_size)
     prefetcher = Prefetcher(
-        FeatureTransfer(target, devices, args.device, feature_copies(args, last)),
+        FeatureTransfer(source, devices, args.device, feature_copies(args, last)),
         args.device,
         args.prefetch_depth,
         throughput,

@@ -3,11 +3,12 @@
 
 import os
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from .manifest import open_documents
+from .manifest import iterate_documents
 from .tokenizing import HISTOGRAM_BIN
 
 
@@ -79,7 +80,7 @@ def marked_examples(
     tokenizer: PreTrainedTokenizerBase,
     count: int = 3,
     characters: int = 1200,
-    **open_kwargs: Any,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Texts of the first documents with what is supervised between ⟦ and ⟧; long stretches lose their middle.
 
@@ -88,10 +89,10 @@ def marked_examples(
         tokenizer: The target's tokenizer.
         count: Documents.
         characters: Longest stretch that is shown whole.
-        **open_kwargs: Further arguments of `open_documents`.
+        storage_options: Arguments of the address's file system.
     """
-    documents = open_documents(address, **open_kwargs)
-    return [_marked(documents[i], tokenizer, characters) for i in range(min(count, len(documents)))]
+    documents = (row for batch in iterate_documents(address, "train", storage_options) for row in batch.to_pylist())
+    return [_marked(document, tokenizer, characters) for document in islice(documents, count)]
 
 
 def _marked(document: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, characters: int) -> str:

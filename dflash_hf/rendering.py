@@ -17,8 +17,9 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from .answers import REASONING_KEYS, check_complete, has_thinking, last_own_text, template_text, with_thinking_apart
-from .chat_rows import Chat, RowError
+from .answers import check_complete, has_thinking, last_own_text, template_text, with_thinking_apart
+from .chat_messages import REASONING_KEYS, RowError, nesting_limited
+from .chat_rows import Chat
 from .documents import Document, Draft, Piece, Turn
 
 
@@ -87,14 +88,16 @@ class ChatFormat:
         """
         answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
         wanted = answers[-1:] if last_only else answers
-        return [self._turn(chat, i, is_last=i == answers[-1]) for i in wanted]
+        with nesting_limited():
+            return [self._turn(chat, i, is_last=i == answers[-1]) for i in wanted]
 
     def _turn(self, chat: Chat, index: int, is_last: bool) -> Turn:
         message = chat.messages[index]
         if self.infer_thinking:
             chat = replace(chat, template_kwargs={"enable_thinking": has_thinking(message), **chat.template_kwargs})
         prompt = self._render(chat, chat.messages[:index], add_generation_prompt=True)
-        is_truncated = is_last and chat.is_truncated
+        is_stopped = chat.stop_text is not None and chat.stop_text not in self.end_texts
+        is_truncated = is_last and (chat.is_truncated or is_stopped)
         if is_last and chat.completion_ids is not None:
             return Turn(prompt, [Piece(chat.completion_ids, True)], None, is_truncated)
         apart = with_thinking_apart(message, prompt, is_truncated)
@@ -195,6 +198,8 @@ class ChatFormat:
 
     def _hidden(self, value: Any) -> Any:
         if isinstance(value, str):
+            if HIDDEN in value:
+                raise RowError("broken Unicode", f"the answer holds {HIDDEN!r}, which no text may hold.")
             for number, end in enumerate(self.end_texts):
                 value = value.replace(end, f"{HIDDEN}{number}{HIDDEN}")
             return value

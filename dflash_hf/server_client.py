@@ -1,25 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A running vLLM or SGLang server: its OpenAI-compatible API and its counters."""
 
-import json
-import os
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from transformers.utils import logging
+
 from .evaluation_prompts import EvaluationPrompt
 from .server_counters import CountersMissing, Verifications, own_verifications, sglang_counters, vllm_counters
+from .server_http import HttpClient, PageMissing, ServerError, json_object
 
 
-class ServerError(RuntimeError):
-    """A server that cannot be measured; the message says why and what to do."""
-
-
-class _NotFound(ServerError):
-    """The server has no such page."""
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,15 +42,17 @@ class Server:
         url: Its address, with or without `/v1`.
         timeout: Seconds without a byte after which a request has failed.
         speculates: Whether it must speculate, so that there is something to measure.
+        model: The model to ask; by default the first that it lists.
 
     Raises:
-        ServerError: When it does not answer, is neither of the two, or does not speculate although it must.
+        ServerError: When it does not answer, is neither of the two, has no such model, or does not speculate although
+            it must.
     """
 
-    def __init__(self, url: str, timeout: float = 600.0, speculates: bool = True):
-        self.url, self.timeout = url.rstrip("/").removesuffix("/v1"), timeout
-        models = json.loads(self._get("/v1/models") or "{}").get("data") or [{"id": "default"}]
-        self.model: str = models[0]["id"]
+    def __init__(self, url: str, timeout: float = 600.0, speculates: bool = True, model: str | None = None):
+        self.url = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
+        self._http = HttpClient(self.url, timeout)
+        self.model = self._find_model(model)
         self.engine = self._find_engine(speculates)
 
     def counters(self) -> Verifications:
@@ -65,7 +61,7 @@ class Server:
         Raises:
             ServerError: When it does not say.
         """
-        page = self._get("/metrics", missing_ok=True)
+        page = self._metrics()
         try:
             if self.engine == "vllm":
                 return vllm_counters(page or "")
@@ -101,24 +97,36 @@ class Server:
         # vLLM tells an answer's verifications behind its last token, SGLang in whole answers only.
         streams = self.engine == "vllm"
         body |= {"stream": True, "stream_options": {"include_usage": True}} if streams else {"return_meta_info": True}
-        start, path = time.perf_counter(), "/v1/chat/completions"
+        start = time.perf_counter()
         try:
-            with self._open(path, json.dumps(body).encode()) as response:
-                chunks = list(_events(response)) if streams else [json.load(response)]
-        except TimeoutError as error:
-            raise self._timed_out(path) from error
+            with self._http.opened("/v1/chat/completions", body) as response:
+                chunks = list(_events(response)) if streams else [json_object(response.read())]
+        except ServerError as error:
+            raise ServerError(f"{error} The prompt was {_start_of(prompt)}.") from error
         seconds = time.perf_counter() - start
-        errors = [chunk["error"] for chunk in chunks if "error" in chunk]
+        errors = [chunk["error"] for chunk in chunks if chunk.get("error")]
         usage = next((chunk["usage"] for chunk in reversed(chunks) if chunk.get("usage")), None)
         if errors or usage is None:
             problem = f"an error: {errors[0]}" if errors else "an answer that breaks off before its `usage`"
-            raise ServerError(f"{self.url} answered a prompt with {problem}. See the server's log.")
+            raise ServerError(f"{self.url} answered {_start_of(prompt)} with {problem}. See the server's log.")
         own = [verifications for chunk in chunks if (verifications := own_verifications(chunk))]
         text = "".join(_text(chunk) for chunk in chunks)
         return ServedAnswer(prompt, text, usage["completion_tokens"], seconds, own[-1] if own else None)
 
+    def _find_model(self, wanted: str | None) -> str:
+        models = self._http.json("/v1/models").get("data") or [{"id": "default"}]
+        # Adapters are listed behind the model that they adapt.
+        names = [str(model["id"]) for model in models if isinstance(model, dict) and "id" in model]
+        if not names or wanted not in (None, *names):
+            raise ServerError(
+                f"{self.url} serves {', '.join(names) or 'no model'}" + (f", not {wanted}." if wanted else ".")
+            )
+        if wanted is None and len(names) > 1:
+            logger.warning(f"{self.url} serves {', '.join(names)}: {names[0]} is asked unless another is named.")
+        return wanted or names[0]
+
     def _find_engine(self, speculates: bool) -> str:
-        if "\nvllm:" in "\n" + (self._get("/metrics", missing_ok=True) or ""):
+        if "\nvllm:" in "\n" + (self._metrics() or ""):
             self.engine = "vllm"
             if speculates:
                 self.counters()
@@ -137,46 +145,26 @@ class Server:
             )
         return "sglang"
 
+    def _metrics(self) -> str | None:
+        try:
+            return self._http.text("/metrics")
+        except PageMissing:
+            return None
+
     def _server_info(self) -> dict[str, Any] | None:
         # Older releases know the longer name alone.
-        text = self._get("/server_info", missing_ok=True) or self._get("/get_server_info", missing_ok=True)
-        return None if text is None else json.loads(text)
+        for path in ("/server_info", "/get_server_info"):
+            try:
+                return self._http.json(path)
+            except PageMissing:
+                continue
+        return None
 
-    def _get(self, path: str, missing_ok: bool = False) -> str | None:
-        try:
-            with self._open(path) as response:
-                return response.read().decode()
-        except _NotFound:
-            if missing_ok:
-                return None
-            raise
-        except TimeoutError as error:
-            raise self._timed_out(path) from error
 
-    def _open(self, path: str, data: bytes | None = None) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {os.environ['OPENAI_API_KEY']}"
-        request = urllib.request.Request(self.url + path, data, headers)
-        try:
-            return urllib.request.urlopen(request, timeout=self.timeout)
-        except urllib.error.HTTPError as error:
-            text = error.read().decode(errors="replace")[:500]
-            kind = _NotFound if error.code == 404 else ServerError
-            raise kind(f"{self.url}{path} answered with status {error.code}: {text}") from error
-        except TimeoutError as error:
-            raise self._timed_out(path) from error
-        except urllib.error.URLError as error:
-            if isinstance(error.reason, TimeoutError):
-                raise self._timed_out(path) from error
-            raise ServerError(
-                f"{self.url} cannot be reached ({error.reason}). Start the server, or correct the address."
-            ) from error
-
-    def _timed_out(self, path: str) -> ServerError:
-        return ServerError(
-            f"{self.url}{path} gave nothing for {self.timeout:g} seconds. See the server's log, or raise the timeout."
-        )
+def _start_of(prompt: EvaluationPrompt) -> str:
+    """The first words of a prompt's last message."""
+    text = str(prompt.messages[-1].get("content"))
+    return repr(text if len(text) <= 60 else text[:60] + "...")
 
 
 def _events(response: Any) -> Iterator[dict[str, Any]]:
@@ -184,7 +172,7 @@ def _events(response: Any) -> Iterator[dict[str, Any]]:
     for line in response:
         text = line.decode().strip()
         if text.startswith("data:") and text != "data: [DONE]":
-            yield json.loads(text.removeprefix("data:"))
+            yield json_object(text.removeprefix("data:"))
 
 
 def _text(chunk: dict[str, Any]) -> str:

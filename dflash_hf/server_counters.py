@@ -41,6 +41,14 @@ class Verifications:
         by_slot = [new - old for new, old in zip(self.by_slot, then, strict=True)]
         return Verifications(self.forwards - before.forwards, self.accepted - before.accepted, by_slot)
 
+    def went_back(self, before: "Verifications") -> bool:
+        """Whether any count is below an earlier one."""
+        counts, then = (
+            [self.forwards, self.accepted, *self.by_slot],
+            [before.forwards, before.accepted, *before.by_slot],
+        )
+        return len(counts) < len(then) or any(new < old for new, old in zip(counts, then, strict=False))
+
     @staticmethod
     def total(parts: Iterable["Verifications"]) -> "Verifications":
         """The sum over some parts."""
@@ -131,8 +139,16 @@ def _samples(page: str) -> Iterator[tuple[str, str, float]]:
     """Name, labels and value of each sample of a Prometheus text page."""
     for line in page.splitlines():
         match = _SAMPLE.match(line)
-        if match:
+        if match and _is_number(match[3]):
             yield match[1], match[2] or "", float(match[3])
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _at_least(histogram: dict[int, float]) -> list[float]:

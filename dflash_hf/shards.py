@@ -6,13 +6,16 @@ record (what became of its rows), so that its being there says that the file is 
 """
 
 import json
+import logging
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import fsspec
 import numpy as np
@@ -23,6 +26,8 @@ from fsspec.implementations.local import LocalFileSystem
 from .documents import Document
 from .sources import SourceFile
 
+
+logger = logging.getLogger(__name__)
 
 RECORD_KEY = b"dflash_hf"
 
@@ -40,6 +45,12 @@ SCHEMA = pa.schema(
 
 class OutputError(OSError):
     """A shard cannot be written; no other will be, so the run ends."""
+
+
+def shard_name(file: SourceFile, split: str) -> str:
+    """A shard's place in the folder: the name of its file, without what URLs and patterns take for something else."""
+    name = re.sub(r"[^\w./=+ -]", lambda found: quote(found[0], safe="", errors="surrogateescape"), file.name)
+    return f"{split}/{name}.parquet"
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,7 @@ class ShardWriter:
         return OpenShards(self, file)
 
     def shard_path(self, file: SourceFile, split: str) -> str:
-        return f"{self.root}/{split}/{file.name}.parquet"
+        return f"{self.root}/{shard_name(file, split)}"
 
     def temporary(self) -> str:
         """A path aside: on a local disk in the output folder, so that moving it is one step."""
@@ -87,8 +98,15 @@ class ShardWriter:
 
     def write_json(self, name: str, value: Any) -> None:
         temporary = self.temporary()
-        Path(temporary).write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+        # Half a surrogate pair stays JSON's escape of it.
+        Path(temporary).write_bytes(text.encode("utf-8", "backslashreplace"))
         self.publish(temporary, f"{self.root}/{name}")
+
+    def remove(self, name: str) -> None:
+        with _named_errors(self.root):
+            if self.fs.exists(f"{self.root}/{name}"):
+                self.fs.rm_file(f"{self.root}/{name}")
 
     def clean(self) -> None:
         """Removes what killed runs left aside."""
@@ -117,7 +135,7 @@ class OpenShards:
         """Moves the shards to their places, the training shard last: with its record it says the file is done."""
         with _named_errors(self.output.root):
             self._writer("train")
-            names = {split: f"{split}/{self.file.name}.parquet" for split, count in documents.items() if count}
+            names = {split: shard_name(self.file, split) for split, count in documents.items() if count}
             source = {"name": self.file.name, "size": self.file.size, "version": self.file.version}
             record = {**source, "shards": dict(sorted(names.items())), **counts}
             for split in sorted(self.writers, key=lambda split: split == "train"):
@@ -157,13 +175,15 @@ def _named_errors(root: str) -> Iterator[None]:
 
 
 def read_record(fs: fsspec.AbstractFileSystem, path: str) -> dict[str, Any] | None:
-    """The record of a finished shard, or None where there is no such shard."""
+    """The record of a finished shard, or None where there is no such shard, or none that can be read."""
     try:
         with fs.open(path, "rb") as raw:
-            metadata = pq.read_metadata(raw).metadata or {}
+            return json.loads((pq.read_metadata(raw).metadata or {})[RECORD_KEY])
     except FileNotFoundError:
         return None
-    return json.loads(metadata[RECORD_KEY])
+    except (pa.ArrowInvalid, KeyError, ValueError) as error:
+        logger.warning("%s is not a whole shard of documents (%s): it is made again.", path, error)
+        return None
 
 
 def _table(placed: list[Placed]) -> pa.Table:

@@ -5,6 +5,7 @@ Credentials come from the environment, as each file system's own tools read them
 system as they are (for S3 `{"endpoint_url": ...}`, `{"anon": true}`).
 """
 
+import codecs
 import gzip
 import io
 import json
@@ -19,11 +20,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
-from .chat_rows import RowError
+from .chat_messages import RowError
+from .remote_store import describe
 
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "az": "azure"}
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+# A file is what it begins with, whatever its name: stores unpack, and people rename. No line of JSON begins so.
+MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "Parquet"}
+KINDS = {"gz": "gzip", "zst": "zstd", "parquet": "Parquet"}
 # Rows of a Parquet file that are held at once.
 PARQUET_BATCH = 128
 # A file of up to so many bytes is fetched by one request.
@@ -44,6 +49,11 @@ class SourceFile:
     size: int  # in bytes
     version: str  # the store's etag, or the time of the last change
 
+    @property
+    def label(self) -> str:
+        """The name as text: bytes of it that are no UTF-8 are replaced."""
+        return self.name.encode("utf-8", "replace").decode()
+
 
 def open_filesystem(
     address: str | os.PathLike, storage_options: Mapping[str, Any] | None = None
@@ -51,9 +61,12 @@ def open_filesystem(
     """The file system of an address, and the address within it.
 
     Raises:
-        ValueError: No file system is known for the address, or its package is not installed.
+        ValueError: No file system is known for the address, its package is not installed, or it holds credentials.
     """
     address = os.fspath(address)
+    if not address:
+        raise ValueError("The address is empty: give a file, a folder or an fsspec address.")
+    _check_no_credentials(address)
     try:
         return fsspec.core.url_to_fs(address, **(storage_options or {}))
     except ImportError as error:
@@ -62,6 +75,24 @@ def open_filesystem(
         raise ValueError(f"{address} cannot be opened ({error}): {install}.") from error
     except ValueError as error:
         raise ValueError(f"{address} cannot be opened ({error}): expected a folder or an fsspec address.") from error
+
+
+def _check_no_credentials(address: str) -> None:
+    """Refuses what would be written into the manifest and every message, without repeating it."""
+    for link in address.split("::"):
+        protocol, found, rest = link.partition("://")
+        host = rest.partition("/")[0]
+        # What stands after a colon is a port, or a password, which may hold a slash.
+        password = host.rpartition("@")[0].partition(":")[2] or host.partition(":")[2]
+        has_password = "@" in rest and bool(password) and not password.isdecimal()
+        # Azure and SSH name a container or a user there, and `hf://datasets/ORG/NAME@revision` a revision.
+        has_key = "@" in host and protocol in ("http", "https", "s3", "s3a", "gs", "gcs")
+        has_query = "?" in rest and protocol in ("http", "https")
+        if found and protocol not in ("file", "local", "memory") and (has_password or has_key or has_query):
+            raise ValueError(
+                f"The {protocol}:// address holds credentials or a query, which would be written into the manifest "
+                "and the messages. Put credentials into the environment or the configuration of the store's package."
+            )
 
 
 @contextmanager
@@ -73,7 +104,7 @@ def explained(address: str | os.PathLike, doing: str) -> Iterator[None]:
         raise FileNotFoundError(f"No such file or folder: {address} ({error}).") from error
     except Exception as error:
         raise OSError(
-            f"{doing} {address} failed ({type(error).__name__}: {error}). Check the address and the credentials "
+            f"{doing} {address} failed ({describe(error)}). Check the address and the credentials "
             "in the environment (for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, for Google Cloud "
             "GOOGLE_APPLICATION_CREDENTIALS), or pass storage_options."
         ) from error
@@ -136,10 +167,11 @@ def read_rows(fs: fsspec.AbstractFileSystem, file: SourceFile) -> Iterator[tuple
     with ExitStack() as stack:
         try:
             raw = stack.enter_context(_opened(fs, file))
-            if file.path.endswith(".parquet"):
+            kind = _kind(raw, file)
+            if kind == "Parquet":
                 items: Iterator[Any] = _parquet_rows(raw)
             else:
-                items = iter(stack.enter_context(_decompressed(raw, file.path)))
+                items = iter(stack.enter_context(_decompressed(raw, kind)))
         # Each store, format and compression has its own errors.
         except Exception as error:
             raise _source_error(file, number, error) from error
@@ -152,10 +184,13 @@ def read_rows(fs: fsspec.AbstractFileSystem, file: SourceFile) -> Iterator[tuple
                 return
             number += 1
             if isinstance(item, bytes):
+                if number == 1:
+                    item = item.removeprefix(codecs.BOM_UTF8)
                 if not item.strip():
                     continue
                 item = _parse_line(item)
-            yield f"{file.place}:{number}", item, _position(raw, file)
+            # Parquet is read from several places at once, so that the position in the file says nothing.
+            yield f"{file.place}:{number}", item, 0 if kind == "Parquet" else raw.tell()
 
 
 def _opened(fs: fsspec.AbstractFileSystem, file: SourceFile) -> Any:
@@ -164,24 +199,23 @@ def _opened(fs: fsspec.AbstractFileSystem, file: SourceFile) -> Any:
     return fs.open(file.path, "rb")
 
 
-def _position(raw: Any, file: SourceFile) -> int:
-    # Parquet is read from several places at once, so that the position in the file says nothing.
-    return 0 if file.path.endswith(".parquet") else raw.tell()
+def _kind(raw: Any, file: SourceFile) -> str:
+    start = raw.read(4)
+    raw.seek(0)
+    found = next((kind for magic, kind in MAGIC.items() if start.startswith(magic)), None)
+    return found or KINDS.get(file.path.rpartition(".")[2], "")
 
 
 def _source_error(file: SourceFile, number: int, error: Exception) -> SourceError:
-    kinds = {"gz": "gzip", "zst": "zstd", "parquet": "Parquet"}
-    kind = kinds.get(file.path.rpartition(".")[2])
+    kind = KINDS.get(file.path.rpartition(".")[2])
     what = f"not a whole {kind} file" if kind and not isinstance(error, FileNotFoundError) else "cannot be read"
-    return SourceError(
-        f"{file.place}:{number + 1}: {what} ({type(error).__name__}: {error}): copy or write the file again."
-    )
+    return SourceError(f"{file.place}:{number + 1}: {what} ({describe(error)}): copy or write the file again.")
 
 
-def _decompressed(raw: BinaryIO, path: str) -> Any:
-    if path.endswith(".gz"):
+def _decompressed(raw: BinaryIO, kind: str) -> Any:
+    if kind == "gzip":
         return gzip.open(raw, "rb")
-    if path.endswith(".zst"):
+    if kind == "zstd":
         # Several frames in a row are one file, and a frame that is cut off is an error.
         return io.BufferedReader(pa.CompressedInputStream(raw, "zstd"))
     return raw
@@ -199,6 +233,10 @@ def _parse_line(line: bytes) -> dict | RowError:
         return RowError("not UTF-8", f"the line is not JSON in UTF-8 ({error}): {line[:80]!r}.")
     except ValueError as error:
         return RowError("not JSON", f"the line is not JSON ({error}): {line[:80]!r}.")
+    except RecursionError:
+        return RowError("nested too deeply", f"the line is nested too deeply to be read: {line[:80]!r}.")
     if not isinstance(row, dict):
-        return RowError("not JSON", f"expected a JSON object, got {type(row).__name__}: {line[:80]!r}.")
+        return RowError(
+            "not JSON", f"expected a JSON object, got {type(row).__name__} (one object per line): {line[:80]!r}."
+        )
     return row

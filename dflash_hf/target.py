@@ -138,6 +138,7 @@ class FrozenTarget:
         compile_target: Whether to compile the layers of a Qwen3.5/3.6 target on CUDA, which takes up to a minute;
             quantised ones are left as they are.
         allow_slow_target: Whether a hybrid target may run on CUDA without flash-linear-attention.
+        final_states: Whether all layers are kept and run, for objectives that compare with the target's distribution.
         **init_kwargs: Arguments of `AutoModelForCausalLM.from_pretrained`.
 
     Raises:
@@ -153,6 +154,7 @@ class FrozenTarget:
         packed: bool | None = None,
         compile_target: bool = False,
         allow_slow_target: bool = False,
+        final_states: bool = False,
         **init_kwargs,
     ):
         if not isinstance(model, str | Path | nn.Module):
@@ -180,7 +182,8 @@ class FrozenTarget:
         self.target_layer_ids = list(target_layer_ids)
         self.layers: nn.ModuleList = decoder_layers(self.model)
         self._check_taps()
-        if owned:
+        self.final_states = final_states
+        if owned and not final_states:
             del self.layers[self.target_layer_ids[-1] + 1 :]
         self.model.requires_grad_(False).eval()
         devices = {p.device for p in self.model.parameters()}
@@ -201,7 +204,8 @@ class FrozenTarget:
         """The packed path that this target's layers have, to be checked at the first call."""
         decoder = self.model.get_decoder()
         if PackedQwen35.fits(decoder):
-            return PackedQwen35(decoder, self.target_layer_ids, compiled and not _quantised(self.model))
+            compiled = compiled and not _quantised(self.model)
+            return PackedQwen35(decoder, self.target_layer_ids, compiled, final_states=self.final_states)
         if PackedDense.fits(decoder):
             return PackedDense(decoder, self._read_taps)
         self._say_padded("only Qwen3.5/3.6 layers, and full attention by sdpa, are packed")
@@ -257,6 +261,20 @@ class FrozenTarget:
         Returns:
             `torch.Tensor` of shape `[B, T, K * D]` on the target's device; zeros where no document is.
         """
+        return self._context_of(self.all_hidden_states(input_ids, document_lengths))
+
+    @torch.no_grad()
+    def all_hidden_states(
+        self, input_ids: torch.Tensor, document_lengths: Sequence[Sequence[int]] | None = None
+    ) -> torch.Tensor:
+        """[`context_hidden_states`], and with `final_states` the states after the target's final norm behind them.
+
+        Args:
+            input_ids, document_lengths: As for [`context_hidden_states`].
+
+        Returns:
+            `torch.Tensor` of shape `[B, T, K * D]`, or `[B, T, (K + 1) * D]` with `final_states`.
+        """
         rows, width = input_ids.shape
         if document_lengths is None:
             document_lengths = [[width]] * rows
@@ -268,15 +286,20 @@ class FrozenTarget:
         with torch.autocast(self.device.type, enabled=False):
             return self._features(self._checked_packing(rows * width), input_ids, pieces)
 
+    def _context_of(self, states: torch.Tensor) -> torch.Tensor:
+        return states[..., : -self.config.hidden_size] if self.final_states else states
+
     def _features(self, packed: PackedForward | None, input_ids: torch.Tensor, pieces: list[Piece]) -> torch.Tensor:
         if packed is None:
             return padded_features(self._read_taps, input_ids, pieces)
         return packed_features(packed, input_ids, pieces)
 
     def _read_taps(self, **inputs) -> list[torch.Tensor]:
+        final = []
         with self._hooks() as taps, suppress(_LastTapRead):
-            self.model.get_decoder()(**inputs)
-        return [taps[i] for i in self.target_layer_ids]
+            output = self.model.get_decoder()(**inputs)
+            final = [output.last_hidden_state]
+        return [taps[i] for i in self.target_layer_ids] + final
 
     def _checked_packing(self, tokens: int) -> PackedForward | None:
         """The packed path, if there is one that passes the check of the first call."""
@@ -296,7 +319,7 @@ class FrozenTarget:
         self, packed: PackedForward | None, input_ids: torch.Tensor, document_lengths: Sequence[Sequence[int]]
     ) -> torch.Tensor:
         pieces = document_pieces(document_lengths, input_ids.shape[1])
-        return self._features(packed, input_ids.to(self.device), pieces)
+        return self._context_of(self._features(packed, input_ids.to(self.device), pieces))
 
     @contextmanager
     def _few_layers(self, packed: PackedForward) -> Iterator[None]:
@@ -304,12 +327,14 @@ class FrozenTarget:
         if not isinstance(packed, PackedQwen35):
             yield
             return
-        taps = self.target_layer_ids
+        taps, final_states = self.target_layer_ids, self.final_states
         kinds = [layer.block_type for layer in self.layers[: taps[-1] + 1]]
         self.target_layer_ids = packed.target_layer_ids = [max(kinds.index(kind) for kind in set(kinds))]
+        self.final_states = packed.final_states = False
         try:
             yield
         finally:
+            self.final_states = packed.final_states = final_states
             self.target_layer_ids, packed.target_layer_ids = taps, list(taps)
 
     @contextmanager
@@ -321,7 +346,7 @@ class FrozenTarget:
         def read(index: int):
             def hook(module, args, output):
                 taps[index] = output[0] if isinstance(output, tuple) else output
-                if index == last:
+                if index == last and not self.final_states:
                     raise _LastTapRead
 
             return hook
@@ -342,6 +367,27 @@ class FrozenTarget:
                 f"target_layer_ids={taps} must lie in 0..{depth - 2}: the target has {depth} layers and the last one "
                 "is refused, since its entry in hidden_states is after the final norm while a hook sees it before."
             )
+
+
+class FullDepth:
+    """A [`FrozenTarget`] whose final states travel with its context, as one tensor.
+
+    Args:
+        target: A target with `final_states`.
+    """
+
+    def __init__(self, target: FrozenTarget):
+        self.target = target
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+    def context_hidden_states(
+        self, input_ids: torch.Tensor, document_lengths: Sequence[Sequence[int]] | None = None
+    ) -> torch.Tensor:
+        """[`FrozenTarget.all_hidden_states`]."""
+        return self.target.all_hidden_states(input_ids, document_lengths)
 
 
 def check_fits(drafter_config: DFlashDraftConfig, target_config: PreTrainedConfig, embedding_rows: int) -> None:
@@ -445,4 +491,4 @@ def _explained(name: str | Path) -> Iterator[None]:
         ) from error
 
 
-__all__ = ["FrozenHead", "FrozenTarget"]
+__all__ = ["FrozenHead", "FrozenTarget", "FullDepth"]

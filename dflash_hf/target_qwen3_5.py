@@ -29,6 +29,7 @@ class PackedQwen35:
         target_layer_ids: Taps, ascending.
         compiled: Whether to compile the layers; the first forwards then take up to a minute.
         delta_rule: Gated delta rule to use, [`~target_kernels.delta_rule`] or its reference.
+        final_states: Whether to run all layers and give what the final norm gives behind the taps.
     """
 
     def __init__(
@@ -37,10 +38,13 @@ class PackedQwen35:
         target_layer_ids: Sequence[int],
         compiled: bool = False,
         delta_rule: Callable[..., torch.Tensor] = delta_rule,
+        *,
+        final_states: bool = False,
     ):
         self.decoder: Any = decoder
         self.target_layer_ids = list(target_layer_ids)
         self.delta_rule = delta_rule
+        self.final_states = final_states
         made: Callable[..., Any] = torch.compile if compiled else lambda function: function
         self.delta_inputs, self.delta_outputs = made(_delta_inputs), made(_delta_outputs)
         self.attention_inputs, self.attention_outputs = made(_attention_inputs), made(_attention_outputs)
@@ -61,12 +65,13 @@ class PackedQwen35:
             row: The documents.
 
         Returns:
-            K tensors of shape `[1, N, D]`.
+            K tensors of shape `[1, N, D]`, K + 1 with `final_states`.
         """
         hidden_states = self.decoder.embed_tokens(input_ids)
         cos, sin = self.decoder.rotary_emb(hidden_states, row.position_ids)
         taps = []
-        for index, layer in enumerate(self.decoder.layers[: self.target_layer_ids[-1] + 1]):
+        depth = len(self.decoder.layers) if self.final_states else self.target_layer_ids[-1] + 1
+        for index, layer in enumerate(self.decoder.layers[:depth]):
             if layer.block_type == "linear_attention":
                 *mixed, z = self.delta_inputs(layer, hidden_states, row.position_ids)
                 hidden_states = self.delta_outputs(layer, hidden_states, self.delta_rule(*mixed, row), z)
@@ -77,7 +82,7 @@ class PackedQwen35:
             hidden_states = self.feed_forward(layer, hidden_states)
             if index in self.target_layer_ids:
                 taps.append(hidden_states)
-        return taps
+        return [*taps, self.decoder.norm(hidden_states)] if self.final_states else taps
 
 
 def _delta_inputs(layer: Any, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -22,7 +22,7 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from .manifest import MANIFEST_NAME, tokenizer_hash, tokenizer_identity
+from .manifest import MANIFEST_NAME, SETTINGS_NAME, tokenizer_hash, tokenizer_identity
 from .shards import OutputError, ShardWriter, read_record
 from .sources import SourceError, SourceFile, explained, list_files, open_filesystem
 from .tokenizing import FileTokenizer, TokenizeOptions, write_with_retries
@@ -30,7 +30,6 @@ from .tokenizing import FileTokenizer, TokenizeOptions, write_with_retries
 
 logger = logging.getLogger(__name__)
 
-SETTINGS_NAME = "settings.json"
 SUMMED = ("rows", "tokens", "supervised_tokens", "truncated", "repeated_tokens")
 COUNTED = ("documents", "dropped", "lengths", "template_texts")
 
@@ -116,6 +115,9 @@ def tokenize_files(
     records = _finished(writer, files)
     todo = [file for file in files if file.name not in records]
     failed = {}
+    if todo:
+        # Until the run ends, what an earlier one said of the folder does not hold.
+        writer.remove(MANIFEST_NAME)
     with _progress(files, todo, disable_tqdm) as progress:
         for file, result in _run(job, todo, min(num_proc, len(todo)), progress):
             if isinstance(result, SourceError):
@@ -143,7 +145,7 @@ def _settings(job: Job) -> dict[str, Any]:
     return {
         **tokenizer_identity(job.tokenizer),
         "tokenizer_hash": tokenizer_hash(job.tokenizer),
-        "completions": job.address,
+        "completions": job.address.rstrip("/") if "://" in job.address else os.path.normpath(job.address),
         "options": dataclasses.asdict(job.options),
     }
 
@@ -151,10 +153,19 @@ def _settings(job: Job) -> dict[str, Any]:
 def _check_settings(writer: ShardWriter, output: str, settings: dict[str, Any]) -> None:
     path = f"{writer.root}/{SETTINGS_NAME}"
     with explained(output, "Reading"):
-        earlier = json.loads(writer.fs.cat_file(path)) if writer.fs.exists(path) else None
-    if earlier is None:
+        content = writer.fs.cat_file(path) if writer.fs.exists(path) else None
+    if content is None:
         writer.write_json(SETTINGS_NAME, settings)
         return
+    try:
+        earlier = json.loads(content)
+        if not isinstance(earlier, dict) or not isinstance(earlier.get("options"), dict):
+            raise ValueError("it has no options")
+    except ValueError as error:
+        raise ValueError(
+            f"{output}/{SETTINGS_NAME}, which says how the documents there were made, cannot be read ({error}). "
+            "If they were made by this very command, remove that file; otherwise name another output."
+        ) from error
     flat, old = ({**s, **s["options"]} for s in (settings, earlier))
     changed = [f"{key}: {old.get(key)!r} then, {flat.get(key)!r} now" for key in flat if flat[key] != old.get(key)]
     changed = [line for line in changed if not line.startswith("options: ")]
@@ -171,12 +182,17 @@ def _finished(writer: ShardWriter, files: list[SourceFile]) -> dict[str, dict[st
         present = set(writer.fs.find(f"{writer.root}/train")) if writer.fs.exists(f"{writer.root}/train") else set()
     done = [file for file in files if writer.shard_path(file, "train") in present]
     with ThreadPoolExecutor(16) as threads:
-        records = list(threads.map(lambda file: read_record(writer.fs, writer.shard_path(file, "train")), done))
-    return {
-        file.name: record
-        for file, record in zip(done, records, strict=True)
-        if record is not None and (record["size"], record["version"]) == (file.size, file.version)
-    }
+        records = list(threads.map(lambda file: _whole_record(writer, file), done))
+    return {file.name: record for file, record in zip(done, records, strict=True) if record is not None}
+
+
+def _whole_record(writer: ShardWriter, file: SourceFile) -> dict[str, Any] | None:
+    """The record of a file of which every shard is there, or None."""
+    record = read_record(writer.fs, writer.shard_path(file, "train"))
+    if record is None or (record["size"], record["version"]) != (file.size, file.version):
+        return None
+    others = [shard for split, shard in record["shards"].items() if split != "train"]
+    return record if all(read_record(writer.fs, f"{writer.root}/{name}") == record for name in others) else None
 
 
 def _manifest(settings: dict[str, Any], records: list[dict[str, Any]], failed: dict[str, str]) -> dict[str, Any]:

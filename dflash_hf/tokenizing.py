@@ -12,7 +12,8 @@ from typing import Any, Literal
 import fsspec
 from transformers import PreTrainedTokenizerBase
 
-from .chat_rows import Chat, RowError, read_chats
+from .chat_messages import RowError
+from .chat_rows import RESERVED_TEMPLATE_KWARGS, Chat, read_chats
 from .documents import Document, Draft, cut, drafts_of, windows
 from .rendering import ChatFormat
 from .shards import OpenShards, Placed, ShardWriter
@@ -66,6 +67,10 @@ class TokenizeOptions:
             raise ValueError("long_documents='windows' needs max_length, the tokens of a window.")
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(f"eval_fraction must be at least 0 and below 1, got {self.eval_fraction}.")
+        if reserved := sorted(RESERVED_TEMPLATE_KWARGS & self.template_kwargs.keys()):
+            raise ValueError(
+                f"template_kwargs holds {', '.join(reserved)}: only variables of the template may be given."
+            )
         if self.infer_thinking and self.enable_thinking is not None:
             raise ValueError("Give enable_thinking for all rows or infer_thinking from each answer, not both.")
 
@@ -133,7 +138,9 @@ def is_eval(chat: Chat, fraction: float) -> bool:
     """Whether a conversation belongs to the evaluation split: by its prompt alone, so that reruns agree."""
     if fraction == 0:
         return False
-    digest = hashlib.blake2b(json.dumps(chat.prompt, sort_keys=True).encode(), digest_size=8).digest()
+    # Parquet has types that JSON lacks.
+    prompt = json.dumps(chat.prompt, sort_keys=True, default=str)
+    digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
@@ -181,7 +188,7 @@ class FileTokenizer:
         self, fs: fsspec.AbstractFileSystem, file: SourceFile, counts: FileCounts
     ) -> Iterator[tuple[list[_Entry], int]]:
         """Drafts of some rows, and the bytes of the file read so far."""
-        stem = file.name.rpartition("/")[2].partition(".")[0]
+        stem = file.label.rpartition("/")[2].partition(".")[0]
         entries: list[_Entry] = []
         num_rows, num_characters, position = 0, 0, 0
         for index, (place, row, position) in enumerate(read_rows(fs, file)):

@@ -25,6 +25,7 @@ from .losses import BlockSums, Objective, make_objective
 from .model_card import CardOptions
 from .model_preparation import compile_layers, frozen_target, prepare_drafter
 from .modeling_dflash import DFlashDraftModel
+from .optimizers import muon_with_adamw
 from .packing import PackedDataset, RowSampler
 from .pairs import PairCallback, make_pair, pair_accelerator_args
 from .partial_training import check_resumed_part, is_adapter, make_trainable
@@ -108,8 +109,17 @@ class DFlashTrainer(Trainer):
                 "acceptance length and the accuracy per slot. Leave it out."
             )
         config = drafter.config
-        self.objective = make_objective(args.objective, config.block_size, args.loss_gamma, args.dpace_alpha)
-        self.target = frozen_target(target_model, config.target_layer_ids, args)
+        self.objective = make_objective(
+            args.objective,
+            config.block_size,
+            args.loss_gamma,
+            args.dpace_alpha,
+            args.slot_weights,
+            args.loss_temperature,
+            args.cross_entropy_share,
+        )
+        compares = self.objective.slot_terms.divergence is not None
+        self.target = frozen_target(target_model, config.target_layer_ids, args, compares)
         tokenizer = processing_class if isinstance(processing_class, PreTrainedTokenizerBase) else None
         check_continuing(config, self.target, tokenizer)
         self.head = FrozenHead(self.target.model, args.device)
@@ -126,6 +136,8 @@ class DFlashTrainer(Trainer):
         if data_collator is None:
             rows = train_dataset or (None if isinstance(eval_dataset, dict) else eval_dataset)
             data_collator = make_collator(rows, args, config.block_size)
+        if args.muon:
+            kwargs.setdefault("optimizer_cls_and_kwargs", muon_with_adamw(args))
         super().__init__(
             model=drafter,
             args=args,
@@ -374,7 +386,7 @@ class DFlashTrainer(Trainer):
                 f"The collator makes blocks of {labels.shape[-1]} slots, the drafter's block_size is "
                 f"{config.block_size}. Give both the same, or leave data_collator out."
             )
-        context = self.prefetcher.context_hidden_states(inputs)
+        context, final = self._split(self.prefetcher.context_hidden_states(inputs))
         self._guard.see(context, inputs["documents"], inputs["document_lengths"], model.training)
         dtype = self._compute_dtype
         if model.training and self.args.context_noise > 0:
@@ -390,6 +402,7 @@ class DFlashTrainer(Trainer):
             self.head,
             self.objective,
             self.args.loss_chunk_blocks,
+            final,
         )
         (self._step_sums if model.training else self._eval_sums).add(sums)
         if num_items_in_batch is None:
@@ -466,6 +479,13 @@ class DFlashTrainer(Trainer):
         if self.args.bf16 or self.args.fp16:
             return torch.bfloat16 if self.args.bf16 else torch.float16
         return self.accelerator.unwrap_model(self.model).dtype
+
+    def _split(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The context, and the target's final states where the objective compares with its distribution."""
+        if not self.target.final_states:
+            return states, None
+        width = self._drafter_config.hidden_size
+        return states[..., :-width], states[..., -width:]
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Floating-point operations of the drafter on the blocks, forward and backward, without attention and head."""

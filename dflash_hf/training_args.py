@@ -9,6 +9,7 @@ import torch
 from transformers import TrainingArguments
 
 from .feature_transfer import FEATURE_COPIES
+from .objectives import OBJECTIVES
 from .remote_store import check_address
 from .run_record import CHANGES
 from .topology import LAYOUTS, check_world_size
@@ -38,11 +39,22 @@ class DFlashTrainingArguments(TrainingArguments):
         context_noise (`float`, *optional*, defaults to 0.05):
             Half-width of the uniform noise on the target's hidden states in training; 0 switches it off.
         objective (`str`, *optional*, defaults to `"cross_entropy"`):
-            `"cross_entropy"` (the paper's decayed cross-entropy) or `"dpace"`.
+            `"cross_entropy"` (the paper's decayed cross-entropy), `"dpace"`, or one that compares with the target's
+            distribution, for which all of the target's layers run: `"kl"`, `"total_variation"`, `"lk"`,
+            `"lk_hybrid"`, `"expected_acceptance"`.
         loss_gamma (`float`, *optional*):
             Decay length in slots of `"cross_entropy"`; `min(block_size / 2, 7)` by default.
         dpace_alpha (`float`, *optional*, defaults to 0.5):
             Smoothing of `"dpace"`.
+        slot_weights (`str`, *optional*):
+            Weights of the slots where distributions are compared: `"dpace"` (the default) or `"decay"`.
+        loss_temperature (`float`, *optional*, defaults to 1.0):
+            Temperature of the target's distribution that the drafter is compared with.
+        cross_entropy_share (`float`, *optional*, defaults to 0.0):
+            Share of the cross-entropy in an objective that compares distributions.
+        muon (`bool`, *optional*, defaults to `False`):
+            Train the matrices with Muon and the norms with AdamW; both take `learning_rate`, as Muon's steps are
+            scaled to the size of AdamW's.
         loss_chunk_blocks (`int`, *optional*):
             Blocks per chunk of the loss; by default as many as keep 2**27 logits.
         target_device (`str`, *optional*):
@@ -100,11 +112,22 @@ class DFlashTrainingArguments(TrainingArguments):
     context_noise: float = field(
         default=0.05, metadata={"help": "Half-width of the uniform noise on the target's hidden states."}
     )
-    objective: str = field(default="cross_entropy", metadata={"help": "Objective: cross_entropy or dpace."})
+    objective: str = field(
+        default="cross_entropy",
+        metadata={"help": f"Objective: {', '.join(OBJECTIVES)}.", "choices": [*OBJECTIVES]},
+    )
     loss_gamma: float | None = field(
         default=None, metadata={"help": "Decay length of cross_entropy in slots; min(block_size / 2, 7)."}
     )
     dpace_alpha: float = field(default=0.5, metadata={"help": "Smoothing of dpace."})
+    slot_weights: str | None = field(
+        default=None, metadata={"help": "Weights of the slots where distributions are compared: dpace or decay."}
+    )
+    loss_temperature: float = field(default=1.0, metadata={"help": "Temperature of the target's distribution."})
+    cross_entropy_share: float = field(
+        default=0.0, metadata={"help": "Share of the cross-entropy where distributions are compared."}
+    )
+    muon: bool = field(default=False, metadata={"help": "Train the matrices with Muon, the norms with AdamW."})
     loss_chunk_blocks: int | None = field(default=None, metadata={"help": "Blocks per chunk of the loss."})
     target_device: str | None = field(
         default=None, metadata={"help": "Device of the frozen target, in place of target_layout's."}

@@ -55,6 +55,7 @@ def differing_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     defaults = {field.name: field.default for field in fields(DFlashTrainingArguments)}
     given = {name: arguments[name] for name in RECIPE_ARGUMENTS if name in arguments}
     # A folder among the target's arguments would be a local path.
+    given = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in given.items()}
     return {k: v for k, v in given.items() if v not in (defaults.get(k), None, {}) and k != "target_model_init_kwargs"}
 
 
@@ -129,8 +130,9 @@ def _quantisation(config: Any) -> str:
 def _hardware(args: DFlashTrainingArguments) -> str:
     if args.device.type == "cuda":
         count = torch.cuda.device_count()
-        return f"{args.world_size} process(es), {count} x {torch.cuda.get_device_name(args.device)}"
-    return f"CPU ({platform.machine()}), {torch.get_num_threads()} threads, {args.world_size} process(es)"
+        ranks = f", {args.world_size} ranks" if args.world_size > 1 else ""
+        return f"{count} x {torch.cuda.get_device_name(args.device)}{ranks}"
+    return f"CPU ({platform.machine()}), {torch.get_num_threads() * args.world_size} threads"
 
 
 class TrainingFacts(TrainerCallback):

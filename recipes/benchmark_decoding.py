@@ -27,6 +27,7 @@ from transformers.cache_utils import DynamicCache
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.cli import parse_config
+from dflash_hf.decoding_checks import check_drafter
 from dflash_hf.decoding_state import DecodingState
 
 
@@ -48,6 +49,8 @@ class DecodingBenchmarkArguments:
             raise ValueError("Give a target together with its drafter, or a shape, or nothing.")
         if self.shape not in (None, "small-hybrid", "qwen3.6-27b"):
             raise ValueError(f"shape is {self.shape!r}; choose small-hybrid or qwen3.6-27b.")
+        if self.dtype is not None and not isinstance(vars(torch).get(self.dtype), torch.dtype):
+            raise ValueError(f"dtype is {self.dtype!r}; expected bfloat16, float16 or float32.")
         if self.num_rounds < 1 or min(self.prompt_lengths) < 1:
             raise ValueError("num_rounds and prompt_lengths must be at least 1.")
 
@@ -82,8 +85,10 @@ def load_models(
 ) -> tuple[PreTrainedModel, DFlashDraftModel]:
     """The target and the drafter in eval mode."""
     if args.target:
+        drafter = DFlashDraftModel.from_pretrained(args.drafter).to(device, dtype)
         target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(device)
-        return target.eval(), DFlashDraftModel.from_pretrained(args.drafter).to(device, dtype).eval()
+        check_drafter(target, drafter)
+        return target.eval(), drafter.eval()
     if args.shape == "qwen3.6-27b":
         shape = shapes()[args.shape]
         with device:

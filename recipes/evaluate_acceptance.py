@@ -5,25 +5,34 @@
     python recipes/evaluate_acceptance.py --server http://HOST:8000 --prompts prompts.jsonl
 
 Prompts are JSON lines of {"prompt": "..."} or {"messages": [...]}, with an optional "source" and "language" for the
-tables. Results go to `output_dir`: results.json, results.md and acceptance.png.
+tables. Results go to `output_dir`: results.json, results.md and acceptance.png. They are written after each drafter or
+server, and with what is measured so far when the run is interrupted or fails.
 """
 
 import dataclasses
 import importlib.metadata
+import importlib.util
 import json
+import os
 import platform
+import signal
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from dflash_hf import DFlashDraftModel
+from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.acceptance import (
     AcceptanceReport,
     DecodingSettings,
+    PlainAnswer,
     measure_acceptance,
     plain_answers,
     walked_acceptance_length,
@@ -31,7 +40,9 @@ from dflash_hf.acceptance import (
 from dflash_hf.acceptance_files import DEFINITION, markdown, plot_reports, plot_servers, server_markdown
 from dflash_hf.cli import parse_config
 from dflash_hf.evaluation_prompts import PRESETS, EvaluationPrompt, preset_prompts, prompt_token_ids, read_prompts
-from dflash_hf.serving import Server, ServerReport, measure_server, plain_tokens_per_second
+from dflash_hf.sampling import Sampling
+from dflash_hf.serving import Server, ServerError, ServerReport, measure_server, plain_tokens_per_second
+from dflash_hf.target import check_fits
 
 
 @dataclass
@@ -52,7 +63,11 @@ class EvaluationArguments:
     dtype: str = field(default="auto", metadata={"help": "Type of the target; auto is the checkpoint's own."})
     device: str | None = field(default=None, metadata={"help": "Device of the models; a GPU if there is one."})
     check_walk: bool = field(default=True, metadata={"help": "Compare greedy decoding with the walk."})
+    use_cache: bool = field(
+        default=True, metadata={"help": "False decodes slowly, for targets whose caches cannot be rolled back."}
+    )
     server: list[str] | None = field(default=None, metadata={"help": "Addresses of vLLM or SGLang servers."})
+    model: str | None = field(default=None, metadata={"help": "Model of the servers; the first that they list."})
     plain_server: str | None = field(
         default=None, metadata={"help": "Address of a server without speculation, for the speed-up."}
     )
@@ -64,78 +79,187 @@ class EvaluationArguments:
             raise ValueError("There is nothing to ask: give prompts (a file), presets, or both.")
         if bool(self.server) == bool(self.target and self.drafters):
             raise ValueError("Give either a target with drafters to decode with here, or a server to measure.")
+        for name, value, least in (
+            ("num_prompts", self.num_prompts, 1),
+            ("max_new_tokens", self.max_new_tokens, 2),
+            ("concurrency", self.concurrency, 1),
+            ("timeout", self.timeout, 1e-3),
+        ):
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value}; expected at least {least}.")
+        Sampling.of(self.temperature, self.top_p, self.top_k)
+        for name, values in (("drafters", self.drafters), ("server", self.server), ("presets", self.presets)):
+            if len(set(values or [])) < len(values or []):
+                raise ValueError(f"{name} names one twice: {' '.join(values or [])}.")
+        if self.dtype != "auto" and not isinstance(vars(torch).get(self.dtype), torch.dtype):
+            raise ValueError(f"dtype is {self.dtype!r}; expected auto, bfloat16, float16 or float32.")
+        if self.device is not None and self.device.startswith("cuda") and not torch.cuda.is_available():
+            raise ValueError(f"device is {self.device}, but torch finds no GPU; leave it out to run on the CPU.")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("The plots need matplotlib: `pip install 'dflash_hf[evaluation]'`.")
 
 
 def main() -> None:
     args = parse_config((EvaluationArguments,), description=__doc__.split("\n")[0])[0]
-    prompts = [prompt for name in args.presets or [] for prompt in preset_prompts(name, args.num_prompts)]
-    if args.prompts:
-        prompts += read_prompts(args.prompts)[: args.num_prompts]
-    folder = Path(args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {"definition": DEFINITION, "settings": settings_of(args)}
-    if args.server:
-        text, figures = measure_servers(args, prompts, folder)
-        results |= figures
-    else:
-        reports, walked, environment = evaluate(args, prompts)
-        text = markdown(reports, walked)
-        plot_reports(reports, folder / "acceptance.png")
-        results["settings"] |= environment
-        walked = {name: value for name, value in walked.items() if value == value}
-        results |= {"walked": walked, "drafters": {name: report_result(r) for name, r in reports.items()}}
-    (folder / "results.json").write_text(json.dumps(results, indent=1))
-    settings = json.dumps(results["settings"], indent=1)
-    (folder / "results.md").write_text(f"{text}\nSettings:\n\n```json\n{settings}\n```\n")
-    print(f"\n{text}\nresults.json, results.md and acceptance.png are in {folder}.")
+    results = Results(args)
+    try:
+        results.prompts = find_prompts(args)
+        if args.server:
+            measure_servers(args, results)
+        else:
+            evaluate(args, results)
+        results.finished = True
+    except (ServerError, RefusedRun) as error:
+        raise SystemExit(f"{sys.argv[0]}: error: {error}") from error.__cause__
+    finally:
+        results.write()
+    print(f"\n{results.table()}\nresults.json, results.md and acceptance.png are in {args.output_dir}.")
 
 
-def evaluate(
-    args: EvaluationArguments, prompts: list[EvaluationPrompt]
-) -> tuple[dict[str, AcceptanceReport], dict[str, float], dict[str, Any]]:
-    """Decode with each drafter: reports and walked acceptance lengths by name, and what it ran on."""
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(device).eval()
-    ids = prompt_token_ids(prompts, tokenizer, args.enable_thinking)
-    settings = DecodingSettings(
-        args.max_new_tokens, None, args.temperature, args.top_p, args.top_k, args.sample_drafts, args.seed
-    )
-    warm_up = replace(settings, max_new_tokens=min(64, args.max_new_tokens))
-    plain_answers(target, ids[:1], warm_up, progress=False)
-    plain = plain_answers(target, ids, settings)
-    reports, walked, shapes = {}, {}, {}
-    for name in args.drafters or []:
-        drafter = load_drafter(name, target)
-        measure_acceptance(target, drafter, ids[:1], check_lossless=False, progress=False, settings=warm_up)
-        report = measure_acceptance(target, drafter, ids, settings=settings, plain=plain)
+class RefusedRun(Exception):
+    """Something that was given cannot be used; the message says what."""
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Errors about what was given, as distinct from faults."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        raise RefusedRun(str(error)) from None
+
+
+def find_prompts(args: EvaluationArguments) -> list[EvaluationPrompt]:
+    """The prompts of presets and file."""
+    with refusing():
+        # The file first: a preset may be downloaded.
+        own = read_prompts(args.prompts)[: args.num_prompts] if args.prompts else []
+        return [p for name in args.presets or [] for p in preset_prompts(name, args.num_prompts)] + own
+
+
+@dataclass
+class Results:
+    """What has been measured so far."""
+
+    args: EvaluationArguments
+    prompts: list[EvaluationPrompt] = field(default_factory=list)
+    reports: dict[str, AcceptanceReport] = field(default_factory=dict)
+    walked: dict[str, float] = field(default_factory=dict)
+    servers: dict[str, ServerReport] = field(default_factory=dict)
+    plain_tokens_per_second: float | None = None
+    environment: dict[str, Any] = field(default_factory=dict)
+    finished: bool = False
+
+    def keep(self, name: str, report: AcceptanceReport) -> None:
+        """Keep a report so far, with where its prompts are from."""
         answers = [
             replace(answer, source=prompt.source, language=prompt.language)
-            for answer, prompt in zip(report.prompts, prompts, strict=True)
+            for answer, prompt in zip(report.prompts, self.prompts, strict=False)
         ]
-        reports[name] = replace(report, prompts=answers)
-        shapes[name] = {"parameters": drafter.num_parameters(), "block_size": drafter.config.block_size}
-        if args.check_walk and args.temperature == 0:
-            walked[name] = walked_acceptance_length(target, drafter, report)
+        self.reports[name] = replace(report, prompts=answers)
+
+    def table(self) -> str:
+        """The results in Markdown."""
+        if self.servers:
+            text = server_markdown(self.servers, self.plain_tokens_per_second)
+        else:
+            text = markdown(self.reports, self.walked)
+        return text if self.finished else f"The run did not finish: some prompts are missing.\n\n{text}"
+
+    def write(self) -> None:
+        """Write everything, if there is anything."""
+        if not self.reports and not self.servers:
+            return
+        folder = Path(self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = settings_of(self.args) | self.environment
+        results: dict[str, Any] = {"definition": DEFINITION, "finished": self.finished, "settings": settings}
+        if self.servers:
+            results["plain_tokens_per_second"] = self.plain_tokens_per_second
+            results["servers"] = {url: server_result(report) for url, report in self.servers.items()}
+        else:
+            results["walked"] = {name: value for name, value in self.walked.items() if value == value}
+            results["drafters"] = {name: report_result(report) for name, report in self.reports.items()}
+        replace_file(folder / "results.json", json.dumps(results, indent=1))
+        text = f"{self.table()}\nSettings:\n\n```json\n{json.dumps(settings, indent=1)}\n```\n"
+        replace_file(folder / "results.md", text)
+        if self.servers:
+            plot_servers(self.servers, folder / "acceptance.png")
+        else:
+            plot_reports(self.reports, folder / "acceptance.png")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file that is whole whenever the process ends."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+def evaluate(args: EvaluationArguments, results: Results) -> None:
+    """Decode with each drafter."""
+    with refusing():
+        # Wrong names show before anything is computed.
+        configs = {name: DFlashDraftConfig.from_pretrained(name) for name in args.drafters or []}
+        target, ids = load_target(args, results.prompts)
+        for config in configs.values():
+            check_fits(config, target.config, target.get_input_embeddings().get_parameter("weight").shape[0])
+    settings = DecodingSettings(
+        args.max_new_tokens,
+        None,
+        args.temperature,
+        args.top_p,
+        args.top_k,
+        args.sample_drafts,
+        args.seed,
+        args.use_cache,
+    )
     hardware = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else platform.processor()
-    environment = {"device": str(target.device), "hardware": hardware, "threads": torch.get_num_threads()}
-    return reports, walked, environment | {"target_dtype": str(target.dtype), "drafter_shapes": shapes}
+    shapes: dict[str, Any] = {}
+    results.environment = {
+        "device": str(target.device),
+        "hardware": hardware,
+        "threads": torch.get_num_threads(),
+        "target_dtype": str(target.dtype),
+        "drafter_shapes": shapes,
+    }
+    warm_up = replace(settings, max_new_tokens=min(64, args.max_new_tokens))
+    plain: list[PlainAnswer] = []
+    for name in configs:
+        with refusing():
+            drafter = load_drafter(name, target)
+            measure_acceptance(target, drafter, ids[:1], check_lossless=False, progress=False, settings=warm_up)
+        if not plain:
+            plain_answers(target, ids[:1], warm_up, progress=False)
+            plain = plain_answers(target, ids, settings)
+        shapes[name] = {"parameters": drafter.num_parameters(), "block_size": drafter.config.block_size}
+        keep = partial(results.keep, name)
+        report = measure_acceptance(target, drafter, ids, settings=settings, plain=plain, keep=keep)
+        if args.check_walk and args.temperature == 0:
+            results.walked[name] = walked_acceptance_length(target, drafter, report)
+        results.write()
 
 
-def measure_servers(
-    args: EvaluationArguments, prompts: list[EvaluationPrompt], folder: Path
-) -> tuple[str, dict[str, Any]]:
-    """Measure each server: the table, and the figures in JSON types."""
-    settings, plain = request_settings(args), None
+def load_target(args: EvaluationArguments, prompts: list[EvaluationPrompt]) -> tuple[PreTrainedModel, list[list[int]]]:
+    """The target and the token ids of the prompts."""
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    ids = prompt_token_ids(prompts, tokenizer, args.enable_thinking)
+    return AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(device).eval(), ids
+
+
+def measure_servers(args: EvaluationArguments, results: Results) -> None:
+    """Measure each server."""
+    settings, prompts = request_settings(args), results.prompts
     # All must be there before the first is asked.
-    servers = {url: Server(url, args.timeout) for url in args.server or []}
+    servers = {url: Server(url, args.timeout, model=args.model) for url in args.server or []}
     if args.plain_server:
-        plain_server = Server(args.plain_server, args.timeout, speculates=False)
-        plain = plain_tokens_per_second(plain_server, prompts, settings, args.concurrency)
-    reports = {url: measure_server(server, prompts, settings, args.concurrency) for url, server in servers.items()}
-    plot_servers(reports, folder / "acceptance.png")
-    figures = {"plain_tokens_per_second": plain, "servers": {url: server_result(r) for url, r in reports.items()}}
-    return server_markdown(reports, plain), figures
+        plain_server = Server(args.plain_server, args.timeout, speculates=False, model=args.model)
+        results.plain_tokens_per_second = plain_tokens_per_second(plain_server, prompts, settings, args.concurrency)
+    for url, server in servers.items():
+        keep = partial(results.servers.__setitem__, url)
+        measure_server(server, prompts, settings, args.concurrency, keep=keep)
+        results.write()
 
 
 def load_drafter(name: str, target: PreTrainedModel) -> DFlashDraftModel:
@@ -196,4 +320,6 @@ def settings_of(args: EvaluationArguments) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    # Ended from outside, it also writes what it has.
+    signal.signal(signal.SIGTERM, lambda *args: sys.exit(143))
     main()

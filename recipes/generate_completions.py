@@ -4,7 +4,8 @@
     python recipes/generate_completions.py --target FOLDER_OR_ID --prompts prompts.jsonl --output completions.jsonl
     python recipes/generate_completions.py --server http://127.0.0.1:8000/v1 --target NAME_ON_THE_SERVER ...
 
-A prompt is a line `{"prompt": "..."}` or `{"messages": [...]}`; its other fields stay in the answered row:
+A prompt is a line `{"prompt": "..."}` or `{"messages": [...]}`; its other fields, but those of an earlier answer, stay
+in the answered row:
 
     {"messages": [..., {"role": "assistant", "content": "...", "reasoning_content": "..."}],
      "finish_reason": "stop" | "length", "completion_token_ids": [...]}
@@ -36,10 +37,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from dflash_hf.chat_rows import TOKEN_ID_KEYS
 from dflash_hf.completion_client import AnswerError, CompletionServer
 
 
 logger = logging.getLogger(__name__)
+
+# What belongs to an answer: of a row that once had another one, nothing of it may stay.
+ANSWER_FIELDS = ("completion", "response", "reasoning_content", "finish_reason", "stop_reason", *TOKEN_ID_KEYS)
 
 
 @dataclass
@@ -76,6 +81,8 @@ class CompletionArguments:
                 f"temperature is {self.temperature} and top_p is {self.top_p}; expected temperature >= 0 (0: greedy) "
                 "and 0 < top_p <= 1."
             )
+        if self.server is not None:
+            CompletionServer(self.server)  # refuses an address that cannot be asked
         if Path(self.output).resolve() == Path(self.prompts).resolve():
             raise ValueError(f"output is the prompts' own file, {self.prompts}; name another one.")
 
@@ -85,13 +92,13 @@ def read_json_lines(path: Path) -> list[tuple[str, dict]]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file; expected JSON lines.")
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
         if not line.strip():
             continue
         place = f"{path}, line {number}"
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"{place} is not JSON ({error}): {line[:80]!r}. Mend or remove the line.") from error
         if not isinstance(row, dict):
             raise ValueError(f"{place} is a {type(row).__name__}, but should be an object: {line[:80]!r}.")
@@ -103,6 +110,8 @@ def read_prompts(path: Path) -> list[dict]:
     """Read the prompts as rows with `messages` that the target is to answer, other fields kept."""
     prompts = []
     for place, row in read_json_lines(path):
+        empty = [name for name in ("prompt", "messages", "tools", "chat_template_kwargs") if row.get(name) is None]
+        row = {name: value for name, value in row.items() if name not in ANSWER_FIELDS and name not in empty}
         if ("prompt" in row) == ("messages" in row):
             raise ValueError(f'{place} should have either "prompt" or "messages"; its fields are {sorted(row)}.')
         if "prompt" in row:
@@ -113,6 +122,8 @@ def read_prompts(path: Path) -> list[dict]:
         messages = row["messages"]
         if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
             raise ValueError(f'{place}: "messages" should be a list of objects with "role" and "content".')
+        if not isinstance(row.get("chat_template_kwargs", {}), dict):
+            raise ValueError(f'{place}: "chat_template_kwargs" should be an object.')
         if not messages or messages[-1]["role"] not in ("user", "tool"):
             raise ValueError(
                 f'{place}: the last message should come from "user" or "tool", so that it can be answered.'
@@ -128,6 +139,9 @@ def drop_half_written_line(output: Path) -> None:
     content = output.read_bytes()
     complete = content.rfind(b"\n") + 1
     if complete < len(content):
+        # Nothing is cut off a file that is somebody else's.
+        if not b'{"'.startswith(content[complete : complete + 2]):
+            raise ValueError(f"{output} is no output of this command: its last line is not of JSON. Name a new file.")
         logger.warning("%s ends in the middle of a line: dropping the last %d bytes", output, len(content) - complete)
         with output.open("r+b") as file:
             file.truncate(complete)
@@ -139,7 +153,8 @@ def answered_from(line: bytes, place: str) -> dict:
     except ValueError as error:
         raise ValueError(f"{place} is not JSON ({error}): {line[:80]!r}. Mend or remove the line.") from error
     messages = row.get("messages") if isinstance(row, dict) else None
-    if not messages or messages[-1]["role"] != "assistant":
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if not isinstance(last, dict) or last.get("role") != "assistant":
         raise ValueError(f"{place} is not an answered row. Name an output of this command, or a new file.")
     return row
 
@@ -164,7 +179,7 @@ def read_answered(output: Path) -> list[dict]:
 
 def prompt_key(row: dict, messages: list[dict]) -> bytes:
     """What makes two rows the same prompt: everything but the answer."""
-    asked = {name: row[name] for name in row if name not in ("finish_reason", "completion_token_ids")}
+    asked = {name: value for name, value in row.items() if name not in ANSWER_FIELDS and value is not None}
     return hashlib.blake2b(json.dumps(asked | {"messages": messages}, sort_keys=True).encode()).digest()
 
 
@@ -195,7 +210,14 @@ def check_settings(arguments: CompletionArguments) -> None:
     path = Path(arguments.output + ".settings.json")
     if not path.exists():
         return
-    earlier, now = json.loads(path.read_text(encoding="utf-8")), settings_of(arguments)
+    now = settings_of(arguments)
+    try:
+        earlier = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path}, which says how {arguments.output} was made, cannot be read ({error}). Remove it if these are "
+            "the settings; otherwise name another output."
+        ) from error
     changed = [
         f"{name}: {earlier.get(name)!r} then, {now[name]!r} now" for name in now if now[name] != earlier.get(name)
     ]
@@ -211,7 +233,10 @@ def open_output(arguments: CompletionArguments):
     output = Path(arguments.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     settings = json.dumps(settings_of(arguments), indent=1) + "\n"
-    Path(arguments.output + ".settings.json").write_text(settings, encoding="utf-8")
+    path = Path(arguments.output + ".settings.json")
+    aside = path.with_name(path.name + ".aside")
+    aside.write_text(settings, encoding="utf-8")
+    aside.replace(path)
     return output.open("a", encoding="utf-8")
 
 
@@ -355,8 +380,16 @@ def served_row(prompt: dict, choice: dict[str, Any]) -> dict:
     answer |= {"reasoning_content": thinking} if thinking else {}
     answer |= {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
     row = prompt | {"messages": [*prompt["messages"], answer], "finish_reason": choice.get("finish_reason")}
+    # Of a stop sequence the text, which is then no end of turn; of a token the id, which is the last of the ids.
+    row |= {"stop_reason": choice["stop_reason"]} if isinstance(choice.get("stop_reason"), str) else {}
     ids = choice.get("token_ids")
     return row | ({"completion_token_ids": ids} if ids else {})
+
+
+def num_tokens(row: dict, choice: dict[str, Any]) -> int:
+    """Tokens of an answer by its ids, or else by what the server says."""
+    said = (choice.get("usage") or {}).get("completion_tokens") or 0
+    return len(row.get("completion_token_ids", ())) or said
 
 
 def ask_server(prompts: list[dict], indices: list[int], arguments: CompletionArguments) -> Counter:
@@ -374,7 +407,7 @@ def ask_server(prompts: list[dict], indices: list[int], arguments: CompletionArg
             row = served_row(prompts[index], choice)
             file.write(to_line(row))
             file.flush()
-            counts.update({"rows": 1, "tokens": len(row.get("completion_token_ids", ())), row["finish_reason"]: 1})
+            counts.update({"rows": 1, "tokens": num_tokens(row, choice), str(row["finish_reason"]): 1})
             progress.set_postfix_str(f"{counts['tokens'] / progress.format_dict['elapsed']:.0f} tokens/s")
     return counts
 
@@ -425,4 +458,7 @@ def main(arguments: CompletionArguments) -> int:
 
 if __name__ == "__main__":
     logging.basicConfig()
-    sys.exit(main(HfArgumentParser(CompletionArguments).parse_args_into_dataclasses()[0]))
+    try:
+        sys.exit(main(HfArgumentParser(CompletionArguments).parse_args_into_dataclasses()[0]))
+    except (ValueError, OSError, AnswerError) as error:
+        sys.exit(f"error: {error}")

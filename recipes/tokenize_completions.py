@@ -12,6 +12,7 @@ could be done.
 
 import os
 import sys
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +20,8 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from transformers.utils import logging
 
 from dflash_hf.cli import parse_config
-from dflash_hf.manifest import open_documents
-from dflash_hf.packing import document_lengths, pack_documents
+from dflash_hf.manifest import stored_lengths
+from dflash_hf.packing import pack_documents
 from dflash_hf.preparation_report import format_summary, marked_examples, plot_lengths
 from dflash_hf.tokenize_job import tokenize_files
 from dflash_hf.tokenizing import TokenizeOptions
@@ -82,15 +83,25 @@ def report(arguments: TokenizeArguments, tokenizer: PreTrainedTokenizerBase, man
         for number, text in enumerate(shown, start=1):
             print(f"--- document {number}, supervised between ⟦ and ⟧ ---\n{text}")
     if arguments.row_length:
-        lengths = document_lengths(open_documents(arguments.output, storage_options=options))
-        rows = pack_documents(lengths, arguments.row_length)
-        fill = lengths.sum() / (len(rows) * arguments.row_length)
-        print(f"{len(lengths):,} documents fill {len(rows):,} rows of {arguments.row_length:,} tokens to {fill:.2%}")
+        lengths = stored_lengths(arguments.output, storage_options=options)
+        short = lengths[lengths <= arguments.row_length]
+        rows = pack_documents(short, arguments.row_length)
+        fill = short.sum() / max(len(rows) * arguments.row_length, 1)
+        print(f"{len(short):,} documents fill {len(rows):,} rows of {arguments.row_length:,} tokens to {fill:.2%}")
+        if len(short) < len(lengths):
+            print(
+                f"{len(lengths) - len(short):,} documents, of up to {lengths.max():,} tokens, are longer than that, "
+                "which training refuses: give it a larger row_length, or tokenise into another folder with "
+                f"--max_length {arguments.row_length}"
+            )
+    print(f"The documents are in {arguments.output}; next: recipes/train_qwen36.py --completions {arguments.output}")
 
 
 def main(arguments: TokenizeArguments) -> int:
     """Tokenise, report, and return the exit status."""
     try:
+        if arguments.row_length is not None and arguments.row_length < 1:
+            raise ValueError(f"row_length must be at least 1 token, got {arguments.row_length}.")
         tokenizer = AutoTokenizer.from_pretrained(arguments.target)
         eos = target_eos_ids(arguments.target) if arguments.eos_token_ids is None else arguments.eos_token_ids
         names = ("max_length", "long_documents", "merge_turns", "last_turn_only", "enable_thinking")
@@ -112,6 +123,13 @@ def main(arguments: TokenizeArguments) -> int:
         )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BrokenProcessPool as error:
+        print(
+            f"error: {error} It may have run out of memory: start the same command with fewer processes (--num_proc); "
+            "what is finished stays.",
+            file=sys.stderr,
+        )
         return 2
     report(arguments, tokenizer, manifest)
     if not sum(manifest["documents"].values()):

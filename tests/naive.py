@@ -194,6 +194,52 @@ def naive_dpace_loss(hidden: Tensor, labels: Tensor, head_weight: Tensor, alpha:
     return total / counted if counted else total
 
 
+def naive_divergence(name: str, p: Tensor, q: Tensor) -> Tensor:
+    """A divergence of two distributions [V], token by token; "overlap" is the probability of acceptance."""
+    overlap = sum(torch.minimum(a, b) for a, b in zip(p, q, strict=True))
+    kl = sum(a * (torch.log(a) - torch.log(b)) for a, b in zip(p, q, strict=True))
+    half_l1 = sum(torch.abs(a - b) for a, b in zip(p, q, strict=True)) / 2
+    if name == "lk_hybrid":
+        share = math.exp(-3 * overlap.item())
+        return share * kl + (1 - share) * half_l1
+    return {"kl": kl, "total_variation": half_l1, "lk": -torch.log(overlap), "overlap": overlap}[name]
+
+
+def naive_distilled_sum(
+    hidden: Tensor,
+    labels: Tensor,
+    head_weight: Tensor,
+    target_states: Callable[[int, int], Tensor],
+    name: str,
+    weights: list[list[float]],
+    temperature: float = 1.0,
+    share: float = 0.0,
+) -> Tensor:
+    """Sum over blocks and slots of the mixture of weighted cross-entropy and a divergence or expected acceptance.
+
+    Args:
+        hidden, labels, head_weight: As for `naive_sums`.
+        target_states: The target's final hidden state [D] that predicts slot k of block n, as a function of (n, k).
+        name: The objective.
+        weights: Weight of each slot of each block.
+        temperature: Of the target's distribution.
+        share: Of the cross-entropy.
+    """
+    total = hidden.sum() * 0.0
+    for n, (states, targets) in enumerate(_blocks(hidden, labels)):
+        accepted: Tensor | float = 1.0
+        for k in (k for k in range(1, len(targets)) if targets[k] != IGNORED):
+            q = torch.softmax(head_weight @ states[k], dim=-1)
+            p = torch.softmax(head_weight @ target_states(n, k) / temperature, dim=-1)
+            total = total - share * weights[n][k] * torch.log(q[targets[k]])
+            if name == "expected_acceptance":
+                accepted = accepted * naive_divergence("overlap", p, q)
+                total = total + (1 - share) * (1 - accepted)
+            else:
+                total = total + (1 - share) * weights[n][k] * naive_divergence(name, p, q)
+    return total
+
+
 def naive_metrics(hidden: Tensor, labels: Tensor, head_weight: Tensor) -> dict[str, int | list[int]]:
     """Counts over all anchors that have a counted slot.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README's way from a request log to a new drafter, each of its commands run; and a drafter adapted to a quantised target."""
+"""README's way from a request log to a new drafter, each command run; a drafter adapted to a quantised target."""
 
 import json
 import re
@@ -35,20 +35,9 @@ def readme_commands() -> list[list[str]]:
 
 # What a tiny run on a CPU needs beside the words of README.
 EXTRA = {
-    "tokenize_completions.py": ["--num_proc", "1"],
-    "adapt_drafter.py": [
-        "--row_length",
-        "256",
-        "--num_anchors",
-        "8",
-        "--max_steps",
-        "3",
-        "--use_cpu",
-        "true",
-        "--save_strategy",
-        "no",
-    ],
-    "evaluate_acceptance.py": ["--max_new_tokens", "8", "--device", "cpu", "--dtype", "float32"],
+    "tokenize_completions.py": "--num_proc 1",
+    "adapt_drafter.py": "--row_length 256 --num_anchors 8 --max_steps 3 --use_cpu true",
+    "evaluate_acceptance.py": "--max_new_tokens 8 --device cpu --dtype float32",
 }
 
 
@@ -82,7 +71,7 @@ def test_readme_from_a_request_log_to_a_new_drafter(workplace, monkeypatch, caps
             continue
         script = Path(words[1]).name
         scripts.append(script)
-        monkeypatch.setattr(sys, "argv", [str(ROOT / words[1]), *words[2:], *EXTRA.get(script, [])])
+        monkeypatch.setattr(sys, "argv", [str(ROOT / words[1]), *words[2:], *EXTRA.get(script, "").split()])
         try:
             runpy.run_path(str(ROOT / words[1]), run_name="__main__")
         except SystemExit as end:

@@ -108,7 +108,16 @@ def test_what_the_benchmark_cannot_run_is_refused(benchmark, monkeypatch, capsys
         (["--target", "x"], "Give a target together with its drafter"),
         (["--shape", "huge"], "choose small-hybrid or qwen3.6-27b"),
         (["--num_rounds", "0"], "must be at least 1"),
+        (["--dtype", "float17"], "dtype is 'float17'"),
     ):
         with pytest.raises(SystemExit):
             run(monkeypatch, benchmark, *words)
         assert message in capsys.readouterr().err
+
+
+def test_the_benchmark_refuses_the_drafter_of_another_target(benchmark, monkeypatch, tmp_path):
+    target = tiny.dense_target()
+    target.save_pretrained(tmp_path / "target")
+    drafter_for(target, num_target_layers=9).save_pretrained(tmp_path / "drafter")
+    with pytest.raises(ValueError, match="num_target_layers is 9, the target's is 6"):
+        run(monkeypatch, benchmark, "--target", tmp_path / "target", "--drafter", tmp_path / "drafter")

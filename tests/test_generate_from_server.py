@@ -20,6 +20,7 @@ from dflash_hf.conversations import tokenize_conversation
 
 recipe = load_recipe(Path(__file__).resolve().parents[1] / "recipes" / "generate_completions.py")
 STALL = 1.0
+ODD_ANSWERS = ([], {"error": "x"}, {"choices": "abc"}, {"choices": [5]}, {"choices": {"a": 1}}, {"choices": [{}]})
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -59,6 +60,11 @@ class Handler(BaseHTTPRequestHandler):
             return self.send(200, None)
         if attempt < 2 and kind == "empty":
             return self.send(200, {"choices": []})
+        if kind == "odd" and attempt <= len(ODD_ANSWERS):
+            return self.send(200, ODD_ANSWERS[attempt - 1])
+        if kind == "bare":
+            choice = {"message": {"content": "x"}, "finish_reason": "stop", "stop_reason": "\n\n", "token_ids": None}
+            return self.send(200, {"choices": [choice], "usage": {"completion_tokens": 7}})
         if kind == "slow":
             time.sleep(0.05)
         message = {"role": "assistant", "content": f"answer to {text}", "reasoning_content": f"on {text}"}
@@ -147,6 +153,56 @@ def test_every_prompt_is_answered_exactly_once(server, tmp_path):
     assert run(server, tmp_path / "prompts.jsonl") == (0, rows) and server.asked == before
 
 
+def test_an_answer_of_no_known_form_is_asked_again(server, tmp_path):
+    status, rows = run(server, write_prompts(tmp_path, ["odd"]), retries=len(ODD_ANSWERS))
+    assert status == 0 and rows[0]["messages"][1]["content"] == "answer to odd"
+    assert server.asked["odd"] == len(ODD_ANSWERS) + 1
+
+
+def test_nothing_of_an_earlier_answer_stays_in_a_row(server, tmp_path, capsys):
+    old = {"finish_reason": "length", "completion_token_ids": [7], "output_ids": [7], "response": "old"}
+    prompts = [
+        {"prompt": "bare", "messages": None, "tools": None, "chat_template_kwargs": None, "source": "s", **old},
+        {"messages": [{"role": "user", "content": "bare"}], "completion": "old", "reasoning_content": "old"},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b"".join(json.dumps(prompt).encode() + b"\n" for prompt in prompts))
+    status, rows = run(server, path)
+    messages = [{"role": "user", "content": "bare"}, {"role": "assistant", "content": "x"}]
+    answer = {"messages": messages, "finish_reason": "stop", "stop_reason": "\n\n"}
+    assert status == 0 and rows == [{**answer, "source": "s"}, answer]
+    # What the server counts stands where it gives no ids.
+    assert "2 answers of 14 tokens" in capsys.readouterr().out
+    # A stop sequence is no end of turn.
+    (document,) = tokenize_conversation(rows[0], byte_tokenizer())
+    assert byte_tokenizer().decode(document["input_ids"]).endswith("assistant\nx")
+    before = Counter(server.asked)
+    assert run(server, path) == (0, rows) and server.asked == before
+    # Rows of an earlier version, which kept what was null.
+    output = tmp_path / "completions.jsonl"
+    output.write_text("".join(json.dumps({**row, "tools": None}) + "\n" for row in rows))
+    assert run(server, path)[0] == 0 and server.asked == before
+
+
+@pytest.mark.parametrize(
+    "content", ["a note", "{}\nnote", '{"messages": [5]}\n', '{"messages": {"a": 1}}\n', "{}\n", "[]\n"]
+)
+def test_a_file_that_is_no_output_is_left_as_it_is(server, tmp_path, content):
+    output = tmp_path / "completions.jsonl"
+    output.write_text(content)
+    with pytest.raises(ValueError, match=r"not an answered row|no output of this command"):
+        run(server, write_prompts(tmp_path, ["fine"]))
+    assert output.read_text() == content and not server.asked
+
+
+def test_settings_that_cannot_be_read_are_named(server, tmp_path):
+    path = write_prompts(tmp_path, ["fine"])
+    run(server, path)
+    (tmp_path / "completions.jsonl.settings.json").write_text('{"target')
+    with pytest.raises(ValueError, match=r"completions\.jsonl\.settings\.json.* cannot be read"):
+        run(server, path)
+
+
 def test_requests_carry_the_settings_and_the_key(server, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     tools = [{"type": "function", "function": {"name": "f"}}]
@@ -196,6 +252,25 @@ def test_a_server_that_is_not_there_ends_the_run(server, tmp_path):
     with pytest.raises(AnswerError, match=r"Nothing at http://127\.0\.0\.1.* answers"):
         run(server, path, retries=0)
     assert sum(server.asked.values()) < 40
+
+
+def test_a_server_that_goes_away_ends_the_run_and_what_is_answered_stays(server, tmp_path):
+    texts = [*(f"fine {number}" for number in range(10)), *(f"down {number}" for number in range(200))]
+    path = write_prompts(tmp_path, texts)
+    server.is_down = True
+    with pytest.raises(AnswerError, match=r"answers any more"):
+        run(server, path, retries=0, concurrency=2)
+    assert sum(server.asked.values()) < 40
+    server.is_down = False
+    status, rows = run(server, path)
+    assert status == 0 and [row["messages"][0]["content"] for row in rows] == texts
+    assert all(server.asked[text] == 1 for text in texts[:10])
+
+
+def test_refused_prompts_alone_end_no_run(server, tmp_path):
+    texts = ["fine 1", *(f"refused {number}" for number in range(30)), "fine 2"]
+    status, rows = run(server, write_prompts(tmp_path, texts), concurrency=1)
+    assert status == 1 and [row["messages"][0]["content"] for row in rows] == ["fine 1", "fine 2"]
 
 
 def test_a_killed_run_goes_on(server, tmp_path):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tiny import MASK_TOKEN_ID, dense_target
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, validate_checkpoint
-from dflash_hf.drafter_adapters import TARGET_MODULES, load_adapter, lora_config, merge_adapter
+from dflash_hf.drafter_adapters import TARGET_MODULES, add_adapter, load_adapter, lora_config, merge_adapter
 from dflash_hf.partial_training import plain_drafter
 
 
@@ -148,3 +148,39 @@ def test_named_modules_are_trained_and_nothing_else(target, base, tmp_path, modu
 def test_a_module_that_is_not_there_is_named_with_those_that_are(target, base, tmp_path, modules):
     with pytest.raises(ValueError, match=r"the drafter has no .*'fc', 'hidden_norm'.*'layers.1'"):
         make_trainer(tmp_path, target, drafter=DFlashDraftModel.from_pretrained(base), trainable_modules=modules)
+
+
+@pytest.mark.parametrize("part", [{"peft_config": lora_config(2)}, {"trainable_modules": ["layers.1"]}])
+def test_checkpointed_layers_train_the_same_part_the_same(target, base, tmp_path, part):
+    """Frozen inputs of a checkpointed layer must not cut off its gradients."""
+    weights = []
+    for checkpointing in (False, True):
+        trainer = make_trainer(
+            tmp_path / str(checkpointing),
+            target,
+            drafter=DFlashDraftModel.from_pretrained(base),
+            gradient_checkpointing=checkpointing,
+            max_steps=2,
+            save_strategy="no",
+            learning_rate=1e-2,
+            **part,
+        )
+        start = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+        trainer.train()
+        weights.append({name: p for name, p in trainer.model.named_parameters() if p.requires_grad})
+        # The first step of an adapter moves B, the second A too.
+        assert all(not torch.equal(p, start[name]) for name, p in weights[-1].items())
+    for name, parameter in weights[0].items():
+        torch.testing.assert_close(parameter, weights[1][name], rtol=1e-4, atol=1e-5)
+
+
+def test_hb1_saving_an_adapter_asks_the_hub_nothing(base, tmp_path, monkeypatch):
+    def ask(*args, **kwargs):
+        raise AssertionError("the Hub was asked")
+
+    monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", ask)
+    drafter = DFlashDraftModel.from_pretrained(base)
+    drafter.config._name_or_path = "org/base-DFlash"
+    add_adapter(drafter, lora_config(2)).save_pretrained(str(tmp_path))
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert saved["base_model_name_or_path"] == "org/base-DFlash"

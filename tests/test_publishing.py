@@ -215,6 +215,20 @@ def test_what_cannot_be_published_is_refused_before_the_network(drafter, tmp_pat
     assert validate_checkpoint(tmp_path / "c").ok and "_name_or_path" not in broken
 
 
+def test_what_a_server_would_not_load_is_not_sent(drafter, tmp_path, monkeypatch):
+    original = DFlashDraftModel.save_pretrained
+
+    def save_without_architectures(self, folder, **kwargs):
+        original(self, folder, **kwargs)
+        config = json.loads((Path(folder) / "config.json").read_text())
+        del config["architectures"]
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+
+    monkeypatch.setattr(DFlashDraftModel, "save_pretrained", save_without_architectures)
+    with pytest.raises(ValueError, match=r"(?s)is not sent, since not every reader would load it.*ERROR for vLLM"):
+        build_repository(drafter, tmp_path / "repository", REPO)
+
+
 def test_local_paths_are_cut_to_their_last_part(tmp_path):
     value = {
         "target": str(tmp_path),

@@ -142,8 +142,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         engine = self.server.engine
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if "status" in engine.behaviour:
-            self.send({"error": {"message": "max_tokens is too large"}}, engine.behaviour["status"])
+        refuses = engine.behaviour.get("refuses")
+        if "status" in engine.behaviour or (refuses and refuses in body["messages"][-1]["content"]):
+            self.send({"error": {"message": "max_tokens is too large"}}, engine.behaviour.get("status", 400))
             return
         chunks = engine.answer(body)
         if "sleep" in engine.behaviour:
@@ -242,12 +243,60 @@ def test_speculation_that_is_not_used_is_an_error(start, kind):
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_counters_that_go_back_are_an_error(start, kind):
     engine, url = start(kind, reset=True)
-    with pytest.raises(ServerError, match=r"went back, from 100 verifications to .*restarted or its counters"):
+    with pytest.raises(ServerError, match=r"went back, from 100 verifications to .*was restarted or its counters"):
         if kind == "sglang":
             # The mean alone cannot show it; the number of tokens does.
             answer = engine.answer
             engine.answer = lambda body: [answer(body), setattr(engine, "tokens", 20)][0]
         measure(url, "easy 1")
+
+
+@pytest.mark.parametrize("fault", ["accepted", "slot", "slots"])
+def test_a_restart_shows_in_any_counter(start, fault):
+    """A new server may have verified more than the old one by the time that it is asked."""
+    engine, url = start("vllm")
+    answer, metrics = engine.answer, engine.metrics
+
+    def restarted(body):
+        engine.drafts += 200
+        engine.accepted += {"accepted": -20, "slot": 0, "slots": 0}[fault]
+        engine.first -= {"accepted": 0, "slot": 10, "slots": 0}[fault]
+        return answer(body)
+
+    def fewer():
+        lines = metrics().splitlines()
+        return "\n".join(line for line in lines if not (engine.requests and 'position="2"' in line))
+
+    engine.answer = restarted
+    engine.metrics = fewer if fault == "slots" else metrics
+    with pytest.raises(ServerError, match="went back"):
+        measure(url, "easy 1")
+
+
+def test_a_group_without_verifications_is_json(start):
+    engine, url = start("vllm")
+    answer = engine.answer
+    one = [{"choices": [], "usage": {"completion_tokens": 1}}]
+    engine.answer = lambda body: one if "hard" in body["messages"][-1]["content"] else answer(body)
+    groups = json.loads(json.dumps(measure(url, "easy 1", "hard 2").summary(), allow_nan=False))["groups"]
+    assert [group["acceptance_length"] for group in groups] == [3.0, None]
+
+
+def test_what_was_answered_before_an_error_is_kept(start):
+    _, url = start("vllm", refuses="3")
+    kept = []
+    with pytest.raises(ServerError, match=r"max_tokens is too large.* The prompt was 'hard 3'"):
+        measure(url, "easy 1", "hard 2", "hard 3", "hard 4", keep=kept.append)
+    assert [len(report.answers) for report in kept] == [1, 2]
+    assert kept[-1].verifications.forwards == 10 and list(kept[-1].groups) == [("easy", "en"), ("hard", "en")]
+
+
+def test_answers_before_an_error_that_cannot_be_counted_are_left_out(start, caplog):
+    _, url = start("vllm", refuses="3", reset=True)
+    kept = []
+    with pytest.raises(ServerError, match="max_tokens is too large"):
+        measure(url, "hard 2", "hard 3", keep=kept.append)
+    assert not kept
 
 
 def test_sglang_without_its_metrics_page(start):
@@ -266,6 +315,93 @@ def test_a_key_is_taken_from_the_environment(start, monkeypatch):
     monkeypatch.setattr(Handler, "log_request", lambda self, *args: seen.append(self.headers["Authorization"]))
     Server(url, timeout=5)
     assert set(seen) == {"Bearer abc"}
+
+
+@pytest.mark.parametrize("status", [302, 307])
+def test_a_redirect_is_not_followed_and_the_key_stays(start, monkeypatch, status):
+    _, other = start("vllm")
+    _, url = start("vllm")
+    asked = []
+    monkeypatch.setenv("OPENAI_API_KEY", "abc")
+
+    def redirect(self):
+        if self.headers["Host"] in other:
+            asked.append(self.headers["Authorization"])
+        self.send_response(status)
+        self.send_header("Location", other + self.path)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    monkeypatch.setattr(Handler, "do_GET", redirect)
+    with pytest.raises(ServerError, match=rf"status {status}: .*It redirects to {other}/v1/models"):
+        Server(url, timeout=5)
+    assert not asked
+
+
+@pytest.mark.parametrize("address", ["localhost:8000", "", "ftp://x", "file:///etc"])
+def test_an_address_that_is_none_is_refused(address):
+    with pytest.raises(ServerError, match=r"is no address of a server; give one such as http://"):
+        Server(address)
+
+
+def test_a_refused_key_says_where_keys_go(start, monkeypatch):
+    _, url = start("vllm")
+    monkeypatch.setattr(Handler, "do_GET", lambda self: self.send({"error": "Unauthorized"}, 401))
+    with pytest.raises(ServerError, match=r"status 401: .*Unauthorized.*environment variable OPENAI_API_KEY"):
+        Server(url, timeout=5)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("content", ["<html>Hello</html>", "data: <html>\n\n", "data: [1]\n\n", "[1]", "Welcome here"])
+def test_pages_and_answers_that_are_no_json_objects_are_errors(start, monkeypatch, kind, content):
+    _, url = start(kind)
+    server, get = Server(url, timeout=5), Handler.do_GET
+    ask = lambda: measure_server(server, prompts("easy 1"), {}, progress=False)  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(Handler, "do_POST", lambda self: self.send(content))
+        with pytest.raises(ServerError, match=r"something else than the JSON|breaks off before its `usage`"):
+            ask()
+    paths = ["/v1/models", "/metrics"] if kind == "vllm" else ["/v1/models", "/server_info"]
+    for path in paths:
+        monkeypatch.setattr(
+            Handler, "do_GET", lambda self, p=path: self.send(content) if self.path == p else get(self)
+        )
+        with pytest.raises(ServerError, match=r"something else than the JSON|neither vLLM's metrics"):
+            Server(url, timeout=5)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("start_of_answer", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\n{"])
+def test_a_connection_that_breaks_is_an_error(start, monkeypatch, kind, start_of_answer):
+    def cut(self):
+        self.wfile.write(start_of_answer)
+        self.close_connection = True
+
+    _, url = start(kind)
+    server = Server(url, timeout=5)
+    monkeypatch.setattr(Handler, "do_POST", cut)
+    with pytest.raises(ServerError, match=r"broke off|something else than the JSON|breaks off"):
+        measure_server(server, prompts("easy 1"), {}, progress=False)
+
+
+def test_the_model_that_is_asked(start, monkeypatch):
+    engine, url = start("vllm")
+    get = Handler.do_GET
+    models = {"data": [{"id": "base"}, {"id": "adapter"}]}
+    monkeypatch.setattr(Handler, "do_GET", lambda self: self.send(models) if "models" in self.path else get(self))
+    assert Server(url, timeout=5).model == "base"
+    server = Server(url, timeout=5, model="adapter")
+    measure_server(server, prompts("easy 1"), {}, progress=False)
+    assert engine.requests[0]["model"] == "adapter"
+    with pytest.raises(ServerError, match="serves base, adapter, not other"):
+        Server(url, timeout=5, model="other")
+
+
+def test_nothing_to_ask_is_refused(start):
+    _, url = start("vllm")
+    for texts, concurrency in ([], 1), (["easy 1"], 0):
+        with pytest.raises(ValueError, match="expected at least 1"):
+            measure(url, *texts, concurrency=concurrency)
 
 
 def test_something_else_than_an_engine_is_refused(start):

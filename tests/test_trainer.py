@@ -822,7 +822,7 @@ def test_arguments_outside_their_range_are_refused(tmp_path, overrides, message)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"objective": "kl"}, "objective='kl'"),
+        ({"objective": "mse"}, "objective='mse'"),
         ({"loss_gamma": 0.0}, "loss_gamma=0.0"),
         ({"objective": "dpace", "dpace_alpha": 2.0}, "dpace_alpha=2.0"),
         ({"drafter_attn_implementation": "flex_attention"}, "no backward on CPU"),

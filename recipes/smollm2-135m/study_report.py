@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The study's table and plots, from the lines of its results file.
+
+    python recipes/smollm2-135m/study_report.py outputs/study/results.jsonl [more files] [--output_dir FOLDER]
+
+Several files are joined, so that runs spread over calls or machines stand in one table.
+"""
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import HfArgumentParser
+
+
+BASELINE = "dpace"
+
+
+@dataclass
+class ReportArguments:
+    """What is joined and where it goes."""
+
+    files: list[str] = field(metadata={"help": "Files of results."})
+    output_dir: str = field(default=".", metadata={"help": "Folder of table.md and study.png."})
+
+
+def main() -> None:
+    arguments = HfArgumentParser(ReportArguments).parse_args_into_dataclasses()[0]
+    results = [json.loads(line) for name in arguments.files for line in Path(name).read_text().splitlines()]
+    write_report(results, Path(arguments.output_dir))
+    print((Path(arguments.output_dir) / "table.md").read_text())
+
+
+def write_report(results: list[dict[str, Any]], output_dir: Path) -> None:
+    """Write `table.md` and `study.png`."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    (output_dir / "table.md").write_text(table(results))
+    plot(results, output_dir / "study.png")
+
+
+def final_tau(result: dict[str, Any]) -> float:
+    return result["acceptance_length"][str(result["steps"])]
+
+
+def grouped(results: list[dict[str, Any]]) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """Results by name and steps, the seeds together, best mean tau first."""
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
+    for result in results:
+        groups[result["name"], result["steps"]].append(result)
+    return dict(sorted(groups.items(), key=lambda item: (item[0][1], -mean(map(final_tau, item[1])))))
+
+
+def mean(values: Any) -> float:
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Markdown: acceptance length (mean over seeds) after each walked share of the steps, and what it costs."""
+    groups = grouped(results)
+    lines = [
+        f"| run | steps | seeds | tau at 1/8 | 1/4 | 1/2 | all | all, by seed | to {BASELINE} | s a step | clipped |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (name, steps), group in groups.items():
+        points = sorted(group[0]["acceptance_length"], key=int)
+        taus = [f"{mean(r['acceptance_length'][point] for r in group):.3f}" for point in points]
+        baseline = groups.get((BASELINE, steps))
+        # Seed by seed, where both have it: order and anchors are then the same.
+        shared = [(r, b) for r in group for b in baseline or [] if r["seed"] == b["seed"]]
+        ratio = mean(final_tau(r) / final_tau(b) for r, b in shared) - 1 if shared else None
+        cells = [
+            name,
+            str(steps),
+            " ".join(str(result["seed"]) for result in group),
+            *[""] * (4 - len(taus)),
+            *taus[-4:],
+            " ".join(f"{final_tau(result):.3f}" for result in group),
+            "" if ratio is None else f"{ratio:+.1%}",
+            f"{mean(result['seconds_per_step'] for result in group):.4f}",
+            f"{mean(result['clipped'] for result in group):.0%}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(results: list[dict[str, Any]], path: Path) -> None:
+    """Acceptance length over steps, and at the end by run with every seed a dot."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    groups = grouped(results)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, max(4, 0.28 * len(groups) + 1.5)))
+    for (name, steps), group in groups.items():
+        points = sorted(group[0]["acceptance_length"], key=int)
+        taus = [mean(result["acceptance_length"][point] for result in group) for point in points]
+        left.plot([int(point) for point in points], taus, marker=".", label=f"{name}, {steps}")
+    left.set(xlabel="step", ylabel="acceptance length")
+    left.legend(fontsize=6, ncols=2)
+    for place, ((name, _), group) in enumerate(groups.items()):
+        taus = [final_tau(result) for result in group]
+        right.barh(place, mean(taus), color="tab:red" if name == BASELINE else "tab:blue", alpha=0.5)
+        right.plot(taus, [place] * len(taus), "k.", markersize=4)
+    right.set(xlabel="acceptance length after all steps", xlim=(1, None))
+    right.set_yticks(range(len(groups)), [f"{name}, {steps}" for name, steps in groups], fontsize=7)
+    right.invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()

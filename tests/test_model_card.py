@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cards: metadata that the Hub takes, commands that match the configuration, nothing that is not known."""
+
+import json
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.repocard_data import model_index_to_eval_results
+from tiny import MASK_TOKEN_ID, byte_tokenizer, llama_target
+
+from dflash_hf import DFlashDraftConfig, DFlashDraftModel
+from dflash_hf.card_results import read_results
+from dflash_hf.cli import load_yaml_mapping
+from dflash_hf.model_card import CardOptions, model_card, python_example
+from dflash_hf.training_facts import differing_arguments, hub_id
+from dflash_hf.validation import serving_commands
+from dflash_hf.validation_checkpoint import Checkpoint
+from dflash_hf.validation_reading import read_folder
+
+
+ROOT = Path(__file__).parents[1]
+RECIPES = runpy.run_path(str(ROOT / "recipes" / "model_cards.py"))
+CARDS = sorted((ROOT / "model_cards").glob("*.md"))
+CONFIGS = {"SmolLM2-135M-Instruct-DFlash-demo": "smollm2-135m", "Qwen3.6-27B-DFlash": "qwen3.6-27b"}
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)\n```", text, re.DOTALL)
+
+
+def words(text: str) -> list[str]:
+    return [word for word in shlex.split(text, comments=True) if word != "\n"]
+
+
+def assert_commands(text: str, repo_id: str, target: str, block_size: int) -> None:
+    """The numbers and names of all serving commands."""
+    shell = [words(block) for block in blocks(text, "bash")]
+    (vllm,) = (command for command in shell if command[0] == "vllm")
+    speculative = json.loads(vllm[vllm.index("--speculative-config") + 1])
+    assert vllm[:3] == ["vllm", "serve", target]
+    assert speculative == {"method": "dflash", "model": repo_id, "num_speculative_tokens": block_size - 1}
+    (sglang,) = (command for command in shell if "sglang.launch_server" in command)
+    options = dict(zip(sglang[3::2], sglang[4::2], strict=True))
+    assert options == {
+        "--model-path": target,
+        "--speculative-algorithm": "DFLASH",
+        "--speculative-draft-model-path": repo_id,
+        "--speculative-num-draft-tokens": str(block_size),
+    }
+    for program in blocks(text, "python"):
+        compile(program, "card", "exec")
+        assert json.dumps(target) in program and json.dumps(repo_id) in program
+
+
+@pytest.mark.parametrize("path", CARDS, ids=lambda path: path.stem)
+def test_our_cards_parse_and_their_commands_match_the_recipe(path):
+    text = path.read_text()
+    recipe = load_yaml_mapping(ROOT / "recipes" / CONFIGS[path.stem] / "config.yaml")[0]
+    card = ModelCard(text)
+    # What ModelCard could not read it would leave out: written again it is the same.
+    assert ModelCardData(**card.data.to_dict()).to_dict() == card.data.to_dict()
+    assert {"dflash", "speculative-decoding"} <= set(card.data.tags) and card.data.license == "apache-2.0"
+    assert card.data.base_model == recipe.get("target", "HuggingFaceTB/SmolLM2-135M-Instruct")
+    assert_commands(text, f"OWNER/{path.stem}", card.data.base_model, recipe["block_size"])
+    (written,) = blocks(text, "yaml")
+    assert all(recipe[name] == pytest.approx(value) for name, value in yaml.safe_load(written).items())
+    for command in blocks(text, "bash"):
+        for script in re.findall(r"recipes/[\w./-]+\.(?:py|yaml)", command):
+            assert (ROOT / script).is_file(), script
+
+
+def test_our_cards_are_those_of_the_recipes_now():
+    """`python recipes/model_cards.py` writes them anew."""
+    assert {path.name for path in CARDS} == RECIPES["CARDS"].keys()
+    for path in CARDS:
+        assert str(RECIPES["CARDS"][path.name]()) + "\n" == path.read_text()
+
+
+def test_the_figures_of_the_demo_are_those_of_its_readme():
+    readme = (ROOT / "recipes" / "smollm2-135m" / "README.md").read_text()
+    card = ModelCard.load(ROOT / "model_cards" / "SmolLM2-135M-Instruct-DFlash-demo.md")
+    results = {r.dataset_name: r.metric_value for r in card.data.eval_results}
+    for kind, name in (("seen", "chats it was trained on"), ("unseen", "chats it never saw")):
+        number, after, low, high = re.search(
+            rf"\| (\d+) {kind} \| 1.00 \| ([\d.]+) \| ([\d.]+) to ([\d.]+) \|", readme
+        ).groups()
+        assert results[name] == float(after)
+        assert f"| {name} | {number} | {after} | {low} to {high} |" in card.text
+    planned = (ROOT / "model_cards" / "Qwen3.6-27B-DFlash.md").read_text()
+    assert "not trained yet" in planned and "**Not yet run.**" in planned and "model-index" not in planned
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A tiny target with a chat template, and a drafter for it."""
+    root = tmp_path_factory.mktemp("models")
+    target = llama_target()
+    target.generation_config.eos_token_id = 258
+    target.save_pretrained(root / "target")
+    byte_tokenizer().save_pretrained(root / "target")
+    torch.manual_seed(0)
+    config = DFlashDraftConfig.from_target_config(
+        target.config, num_hidden_layers=2, num_taps=2, mask_token_id=MASK_TOKEN_ID, block_size=4
+    )
+    DFlashDraftModel(config).save_pretrained(root / "drafter", dtype=torch.bfloat16)
+    return root
+
+
+@pytest.mark.parametrize("reader", ["transformers", "z-lab"])
+def test_the_programs_of_a_card_run(folders, reader, capsys):
+    target, drafter = str(folders / "target"), str(folders / "drafter")
+    checkpoint = Checkpoint(drafter, config=json.loads((folders / "drafter" / "config.json").read_text()))
+    snippet = serving_commands(checkpoint)[reader].replace("'TARGET'", repr(target))
+    program = python_example(snippet, target).replace("max_new_tokens=256", "max_new_tokens=8")
+    exec(program, {})
+    assert capsys.readouterr().out.strip()
+
+
+EVALUATION = {
+    "definition": "...",
+    "settings": {
+        "temperature": 0.0, "top_p": 1.0, "max_new_tokens": 64, "dtype": "auto", "target_dtype": "torch.bfloat16",
+        "enable_thinking": False, "hardware": "NVIDIA H200", "versions": {"torch": "2.11", "transformers": "5.24"},
+    },
+    "drafters": {
+        "first": {
+            "acceptance_length": 3.2, "num_prompts": 12, "interval": [3.0, 3.4], "speed_up": 2.5,
+            "slot_acceptance": [0.9, 0.7, None], "prompts": [],
+            "by_source": {
+                "humaneval": {"acceptance_length": 3.5, "num_prompts": 6, "speed_up": None, "slot_acceptance": []},
+                "gsm8k": {"acceptance_length": 2.9, "num_prompts": 6, "speed_up": 2.0, "slot_acceptance": []},
+            },
+        },
+        "second": {},
+    },
+}  # fmt: skip
+FACTS = {
+    "target": {
+        "id": "org/target", "revision": "abc123", "digest": "d" * 64, "model_type": "llama", "dtype": "bfloat16",
+        "quantised": "quanto int8",
+    },
+    "continued_from": "org/base-DFlash",
+    "adapter": {"default": {"r": 16, "type": "LORA"}},
+    "recipe": {"enable_thinking": True, "learning_rate": 1e-3},
+    "steps": 1200, "epochs": 3.0, "hours": 4.25, "hours_since_step": 0, "hardware": "2 x NVIDIA H200",
+    "versions": {"torch": "2.11", "transformers": "5.24"},
+    "data": {
+        "documents": 1000, "tokens": 200000, "supervised_tokens": 150000, "tokens_seen": 600000,
+        "longest_document": 4096, "digest": "e" * 64, "manifest": {"template_hash": "f" * 64},
+    },
+}  # fmt: skip
+
+
+def test_a_card_tells_all_that_is_known(folders):
+    checkpoint = read_folder(folders / "drafter", "me/tiny-DFlash")
+    results = read_results(EVALUATION, "first")
+    card = model_card(checkpoint, FACTS, results, CardOptions(license="mit", languages=["en", "de"], plots=["a.png"]))
+    text = str(card)
+    assert_commands(text, "me/tiny-DFlash", "org/target", 4)
+    for told in (
+        "| humaneval | 6 | 3.50 | - | - |", "| all | 12 | 3.20 | 3.00 to 3.40 | 2.50 |", "thinking off",
+        "on NVIDIA H200", "![a](a.png)", "adapted from [org/base-DFlash]", "revision `abc123`", "quanto int8",
+        "LORA of rank 16, merged", "200,000, 150,000 of them supervised", "600,000 in 3 epochs, 1,200 steps",
+        "4.2 hours", "2 x NVIDIA H200", "`ffffffffffff`", "enable_thinking: true", "thinking on;",
+        "up to 4,096 tokens",
+    ):  # fmt: skip
+        assert told in text, told
+    assert card.data.to_dict()["language"] == ["en", "de"]
+    name, evaluations = model_index_to_eval_results(card.data.to_dict()["model-index"])
+    assert name == "tiny-DFlash" and [e.metric_value for e in evaluations] == [3.5, 2.9, 3.2]
+    assert {e.metric_type for e in evaluations} == {"acceptance_length"}
+
+
+def test_a_card_invents_nothing(folders):
+    text = str(model_card(read_folder(folders / "drafter", "me/tiny-DFlash")))
+    assert "**Not yet measured.**" in text and "No record of the run" in text and "not stated one" in text
+    assert "`TARGET` is the target" in text and "base_model" not in text and "model-index" not in text
+    assert "None" not in text
+    hybrid = {"target": {"model_type": "qwen3_5_text"}, "recipe": {}}
+    text = str(model_card(read_folder(folders / "drafter", "me/tiny-DFlash"), hybrid))
+    assert "speculative_generate" in text and not blocks(text, "python")
+
+
+def test_results_of_something_else_are_refused():
+    with pytest.raises(ValueError, match=r"of the drafters \['first', 'second'\], not of None"):
+        read_results(EVALUATION)
+    with pytest.raises(ValueError, match=r"The results hold \['servers'\]; expected results.json of"):
+        read_results({"servers": {}})
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("org/name", "org/name"), ("gpt2", "gpt2"), ("/abs/path", None), ("./rel", None), ("a/b/c", None), ("", None),
+     (None, None), ("~/x", None), ("C:\\models\\x", None), (".cache/target", None), ("tests", None)],
+)  # fmt: skip
+def test_a_local_path_is_no_hub_id(name, expected, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert hub_id(name) == expected
+
+
+def test_only_fields_of_the_recipe_that_differ_are_told():
+    arguments = {"learning_rate": 6e-4, "num_anchors": 64, "output_dir": "/x", "hub_token": "t", "seed": 7}
+    assert differing_arguments(arguments) == {"num_anchors": 64, "seed": 7}
