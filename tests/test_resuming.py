@@ -128,8 +128,9 @@ def test_rows_split_otherwise_over_micro_batches_are_the_same_but_for_rounding(t
 REFUSED = {
     "optimizer": (
         {"optim": "sgd"},
-        r"optim: adamw_torch_fused there and sgd here.*new run from the checkpoint's drafter",
+        r"optim: adamw_torch there and sgd here.*new run from the checkpoint's drafter",
     ),
+    "muon": ({"muon": True}, r"optim: adamw_torch there and muon and adamw_torch here"),
     "fewer_steps": ({"max_steps": 3}, r"is of step 4, and the run ends with step 3.*Raise max_steps"),
     "fewer_epochs": ({"max_steps": -1, "num_train_epochs": 0.1}, r"is of step 4, and the run ends with step 2"),
     "row_length": ({"row_length": 64}, "rows: row_length 32 there and 64 here"),
