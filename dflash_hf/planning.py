@@ -21,8 +21,8 @@ from .modeling_dflash import DFlashDraftModel
 from .packing import Documents, PackedDataset
 from .target import check_fits
 from .topology import Placement
-from .trainer import ANCHOR_BUCKET
 from .training_args import DFlashTrainingArguments
+from .training_data import ANCHOR_BUCKET
 
 
 # Shares of a bf16 matrix product's rate that each half reaches on an H200 (`recipes/qwen3.6-27b/README.md`).

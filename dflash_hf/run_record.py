@@ -199,11 +199,11 @@ def check_record(folder: Path, own: dict[str, Any], allowed: list[str], has_rand
         difference = _difference(kind, saved[kind], own[kind])
         if difference:
             (notes if kind in allowed else refused).append(f"{kind}: {difference}")
-    optimizers = [record["arguments"].get("optim") for record in (saved, own)]
-    if optimizers[0] != optimizers[1] and not set(optimizers) <= set(ADAMW):
+    there, here = (_optimizer(record["arguments"]) for record in (saved, own))
+    if there != here:
         refused.append(
-            f"optim: {optimizers[0]} there and {optimizers[1]} here, which cannot take its state; for another "
-            "optimizer start a new run from the checkpoint's drafter (model=FOLDER, without resume_from_checkpoint)"
+            f"optim: {there} there and {here} here, which cannot take its state; for another optimizer start a new "
+            "run from the checkpoint's drafter (model=FOLDER, without resume_from_checkpoint)"
         )
     if saved["ranks"] != own["ranks"]:
         if has_random_layers and "rows" not in allowed:
@@ -241,6 +241,12 @@ def _difference(kind: str, saved: Any, own: Any) -> str:
     if kind == "data":
         return _data_difference(saved, own)
     return "another vocabulary, other rules or another chat template"
+
+
+def _optimizer(arguments: dict[str, Any]) -> str:
+    """Name of the optimizer whose state a checkpoint holds."""
+    name = arguments["optim"]
+    return ("muon and " if arguments.get("muon") else "") + (ADAMW[0] if name in ADAMW else name)
 
 
 def _data_difference(saved: dict[str, Any], own: dict[str, Any]) -> str:

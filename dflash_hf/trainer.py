@@ -7,29 +7,27 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from datasets import Dataset, DatasetDict
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
+from datasets import DatasetDict
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
-from .adapting import check_continuing, scan_token_ids
+from .adapting import check_continuing
 from .checkpointing import decided_by_main, rotate, write_checkpoint
 from .configuration_dflash import DFlashDraftConfig
-from .conversations import tokenize_completions
-from .data_collator import DataCollatorForDFlash, check_documents, num_valid_anchors
+from .context_noise import add_context_noise
 from .drafter_loss import drafter_loss
 from .guards import StepGuard, check_can_learn, first_nonfinite_parameter
 from .hub_pushes import build_publication, push_checkpoint, push_run
 from .interrupts import Interrupts, TrainingInterrupted
-from .losses import IGNORE_INDEX, BlockSums, Objective, make_objective
-from .manifest import check_documents_fit
+from .losses import BlockSums, Objective, make_objective
 from .model_card import CardOptions
+from .model_preparation import compile_layers, frozen_target, prepare_drafter
 from .modeling_dflash import DFlashDraftModel
 from .optimizers import muon_with_adamw
-from .packing import PackedDataset, RowSampler, with_sources
-from .pairs import PairCallback, make_pair, pair_accelerator_args, place_target
+from .packing import PackedDataset, RowSampler
+from .pairs import PairCallback, make_pair, pair_accelerator_args
 from .partial_training import check_resumed_part, is_adapter, make_trainable
 from .remote_checkpoints import RemoteCheckpointCallback
 from .resumed_state import EVALUATION_DUE, DueEvaluation, GivenSettings, check_steps_left, tell_of_schedule
@@ -37,24 +35,12 @@ from .resuming import prepare_output, resume_folder
 from .run_record import run_record, write_record
 from .target import FrozenHead, FrozenTarget
 from .training_args import DFlashTrainingArguments
+from .training_data import SetEpoch, data_seed, make_collator, pack_rows, without_repeated_rows
 from .training_facts import TrainingFacts
 from .walk import WalkSums, walk_batch
 
 
 logger = logging.get_logger(__name__)
-
-# Anchor slots of a row are padded to a multiple of this, so that their slots fill whole tiles of the attention.
-ANCHOR_BUCKET = 64
-
-
-class _SetEpoch(TrainerCallback):
-    """Tells the sampler the epoch; accelerate does not reach it through a resumed, sharded dataloader."""
-
-    def __init__(self, sampler: RowSampler):
-        self.sampler = sampler
-
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        self.sampler.set_epoch(int((state.epoch or 0) + 1e-6))
 
 
 class DFlashTrainer(Trainer):
@@ -133,13 +119,13 @@ class DFlashTrainer(Trainer):
             args.cross_entropy_share,
         )
         compares = self.objective.slot_terms.divergence is not None
-        self.target = _frozen_target(target_model, config.target_layer_ids, args, compares)
+        self.target = frozen_target(target_model, config.target_layer_ids, args, compares)
         tokenizer = processing_class if isinstance(processing_class, PreTrainedTokenizerBase) else None
         check_continuing(config, self.target, tokenizer)
         self.head = FrozenHead(self.target.model, args.device)
         # A frozen drafter under autocast needs no fp32 masters.
         frozen = is_adapter(drafter) or peft_config is not None
-        _prepare_drafter(drafter, args, keep_dtype=frozen and (args.bf16 or args.fp16))
+        prepare_drafter(drafter, args, keep_dtype=frozen and (args.bf16 or args.fp16))
         drafter = make_trainable(drafter, peft_config, args.trainable_modules, args.seed)
         self.args, self._tokenizer, self._drafter_config, self.recipe = args, tokenizer, config, recipe
         if isinstance(eval_dataset, dict) and not isinstance(eval_dataset, DatasetDict):
@@ -149,7 +135,7 @@ class DFlashTrainer(Trainer):
         train_dataset = self._pack(train_dataset)
         if data_collator is None:
             rows = train_dataset or (None if isinstance(eval_dataset, dict) else eval_dataset)
-            data_collator = self._collator(rows)
+            data_collator = make_collator(rows, args, config.block_size)
         if args.muon:
             kwargs.setdefault("optimizer_cls_and_kwargs", muon_with_adamw(args))
         super().__init__(
@@ -180,73 +166,8 @@ class DFlashTrainer(Trainer):
         self._eval_sources: list[str] | None = None
 
     def _pack(self, data: Any) -> PackedDataset | None:
-        """Chats or documents to packed rows, checked before any GPU time is spent."""
-        if data is None:
-            return None
-        documents = data.documents if isinstance(data, PackedDataset) else self._documents(data)
-        check_documents(documents, self._drafter_config.block_size)
-        mask = self._drafter_config.mask_token_id
-        assert mask is not None  # the configuration refuses to be without
-        found = scan_token_ids(documents, self.head.vocab_size, mask)
-        if found is not None:
-            logger.warning(
-                f"The mask token {mask} occurs in the data, first in document {found}: there the drafter takes a "
-                "known token for a slot to be drafted. Choose a token that texts do not use, unless this one is rare."
-            )
-        if isinstance(data, PackedDataset):
-            return data
-        return PackedDataset(documents, self.args.row_length, seed=_data_seed(self.args))
-
-    def _collator(self, rows: PackedDataset | None) -> DataCollatorForDFlash:
-        """The collator of packed rows; where kernels are compiled, all batches have one shape."""
-        args, block_size = self.args, self._drafter_config.block_size
-        assert block_size is not None  # the configuration refuses to be without
-        row_length = args.row_length if rows is None else rows.row_length
-        cap = args.max_anchors_per_row or max(1, row_length // 4)
-        collator = DataCollatorForDFlash(block_size, args.num_anchors, _data_seed(args), cap)
-        if args.device.type != "cpu":
-            if rows is not None:
-                draws = np.minimum(num_valid_anchors(rows.documents), args.num_anchors)
-                cap = min(cap, rows.largest_row_sum(draws))
-            collator.row_length = row_length
-            collator.pad_anchors_to_multiple_of = -(-cap // ANCHOR_BUCKET) * ANCHOR_BUCKET
-        return collator
-
-    def _documents(self, data: Any) -> Any:
-        """Documents of data that holds chats or documents."""
-        args = self.args
-        if not isinstance(data, Dataset | list | tuple):
-            raise ValueError(
-                f"The data is a {type(data).__name__}; rows are packed from known lengths, so give a "
-                "datasets.Dataset (one split), a list of documents or a PackedDataset."
-            )
-        if len(data) == 0:
-            raise ValueError("The data has no documents; expected at least one. Check the file and its filters.")
-        check_documents_fit(data, self._tokenizer, args.allow_other_template)
-        columns = data.column_names if isinstance(data, Dataset) else list(data[0])
-        if "messages" in columns:
-            if self._tokenizer is None:
-                raise ValueError(
-                    "The data holds chats (a `messages` column) but no tokenizer was given. Pass the target's "
-                    "tokenizer as processing_class, or documents with input_ids and supervised_spans."
-                )
-            documents = tokenize_completions(
-                list(data),
-                self._tokenizer,
-                max_length=args.max_length or args.row_length,
-                enable_thinking=args.enable_thinking,
-                eos_token_ids=self.target.eos_token_ids,
-            )
-            return with_sources(documents, data)
-        rows = [columns] if isinstance(data, Dataset) else data
-        for index, names in enumerate(rows):
-            if not {"input_ids", "supervised_spans"} <= set(names):
-                raise ValueError(
-                    f"Row {index} of the data has the columns {list(names)}; expected chats (`messages`) or documents "
-                    "(`input_ids` and `supervised_spans`). Tokenise it with dflash_hf.tokenize_completions(rows, "
-                    "tokenizer)."
-                )
-        return data
+        config, vocab_size = self._drafter_config, self.head.vocab_size
+        return pack_rows(data, self.args, config, self.target, vocab_size, self._tokenizer)
 
     def get_eval_dataloader(self, eval_dataset=None):
         """The parent's dataloader; data given to `evaluate` may be chats or documents, as in the constructor."""
@@ -264,9 +185,9 @@ class DFlashTrainer(Trainer):
         dataset = self.train_dataset if train_dataset is None else train_dataset
         if not isinstance(dataset, PackedDataset):
             return super()._get_train_sampler(dataset)
-        sampler = RowSampler(len(dataset), seed=_data_seed(self.args))
-        self.remove_callback(_SetEpoch)
-        self.add_callback(_SetEpoch(sampler))
+        sampler = RowSampler(len(dataset), seed=data_seed(self.args))
+        self.remove_callback(SetEpoch)
+        self.add_callback(SetEpoch(sampler))
         return sampler
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
@@ -434,7 +355,9 @@ class DFlashTrainer(Trainer):
         epoch_iterator = self.prefetcher.look_ahead(epoch_iterator, self.accelerator.gradient_state)
         batch_samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batch_samples:
-            batch_samples[-1] = self._without_repeated_rows(batch_samples[-1], self.args.train_batch_size)
+            batch_samples[-1] = without_repeated_rows(
+                batch_samples[-1], self.accelerator.gradient_state, self.args, self.args.train_batch_size
+            )
         total = torch.zeros((), device=device)
         for batch in batch_samples:
             total = total + self.objective.normalizer(batch["labels"][..., 1:] != -100).to(device)
@@ -494,7 +417,12 @@ class DFlashTrainer(Trainer):
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """Loss of an evaluation batch; no logits are returned, so that none are gathered."""
-        inputs = self._without_repeated_rows(self._prepare_inputs(inputs), self.args.per_device_eval_batch_size)
+        inputs = without_repeated_rows(
+            self._prepare_inputs(inputs),
+            self.accelerator.gradient_state,
+            self.args,
+            self.args.per_device_eval_batch_size,
+        )
         with torch.no_grad(), self.compute_loss_context_manager():
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
             if "supervised_runs" in inputs:
@@ -529,23 +457,6 @@ class DFlashTrainer(Trainer):
             self.accelerator._models.clear()
             self.model._is_accelerate_prepared = False  # type: ignore[union-attr]
         return output._replace(metrics={**(output.metrics or {}), **metrics})
-
-    def _without_repeated_rows(self, inputs: dict[str, Any], rows_per_rank: int) -> dict[str, Any]:
-        """Rows of the last batch that accelerate repeats, so that all ranks have as many, count nothing."""
-        state, remainder = self.accelerator.gradient_state, self.accelerator.gradient_state.remainder
-        if remainder < 0 and state.end_of_dataloader and not self.args.dataloader_drop_last:
-            # accelerate does not know it in an epoch that was resumed.
-            remainder = len(state.active_dataloader.dataset) % (rows_per_rank * self.args.world_size)
-        if self.args.world_size > 1 and state.end_of_dataloader and remainder > 0:
-            own = max(0, remainder - self.args.process_index * rows_per_rank)
-            labels = inputs["labels"].clone()
-            labels[own:] = IGNORE_INDEX
-            inputs = {**inputs, "labels": labels}
-            if "counted_slots" in inputs:
-                counted = inputs["counted_slots"].copy()
-                counted[own:] = 0
-                inputs["counted_slots"] = counted
-        return inputs
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the acceptance and accuracies of the blocks trained on since the last log."""
@@ -582,119 +493,6 @@ class DFlashTrainer(Trainer):
 
     def _reduced(self, sums: BlockSums) -> BlockSums:
         return BlockSums(self.accelerator.reduce(sums.values.clone(), reduction="sum"))
-
-
-def add_context_noise(
-    context_hidden_states: torch.Tensor,
-    document_lengths: list[list[int]],
-    noise_seeds: list[list[int]],
-    half_width: float,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """Add uniform noise in `(-half_width, half_width)`, drawn per document from the document's own seed.
-
-    Args:
-        context_hidden_states (`torch.Tensor` of shape `[B, T, K * D]`): The target's hidden states, left as they are.
-        document_lengths: Lengths in tokens of the documents of each row.
-        noise_seeds: One seed per document.
-        half_width: Bound of the noise; 0 returns the input itself.
-        dtype: Type of the result, by default that of the input; the sum is taken in fp32 at least.
-
-    Returns:
-        `torch.Tensor` of shape `[B, T, K * D]`. However documents are spread over rows, batches and ranks, each sees
-        the same noise.
-    """
-    if half_width == 0:
-        return context_hidden_states
-    # Document by document, so that no more than one of them is held in fp32.
-    noisy = context_hidden_states.to(dtype or context_hidden_states.dtype, copy=True)
-    generator = torch.Generator(device=noisy.device)
-    wide = torch.promote_types(context_hidden_states.dtype, torch.float32)
-    for row, (lengths, seeds) in enumerate(zip(document_lengths, noise_seeds, strict=True)):
-        start = 0
-        for length, seed in zip(lengths, seeds, strict=True):
-            part = (row, slice(start, start + length))
-            generator.manual_seed(seed)
-            noise = torch.empty_like(context_hidden_states[part], dtype=torch.float32)
-            # Noise is small beside large hidden states: summed in bf16 most of it would be rounded away.
-            noise = noise.uniform_(-half_width, half_width, generator=generator)
-            noisy[part] = (context_hidden_states[part].to(wide) + noise).to(noisy.dtype)
-            start += length
-    return noisy
-
-
-def _data_seed(args: DFlashTrainingArguments) -> int:
-    return args.seed if args.data_seed is None else args.data_seed
-
-
-def _frozen_target(
-    target_model: "str | Path | PreTrainedModel | FrozenTarget",
-    taps: list[int] | None,
-    args: DFlashTrainingArguments,
-    final_states: bool,
-) -> FrozenTarget:
-    if isinstance(target_model, FrozenTarget):
-        if final_states and not target_model.final_states:
-            raise ValueError(
-                f"objective={args.objective!r} compares with the target's distribution, but the FrozenTarget stops "
-                "after its last tap. Make it with final_states=True, or pass the target's id or folder."
-            )
-        if args.target_model_init_kwargs:
-            raise ValueError(
-                f"target_model_init_kwargs={args.target_model_init_kwargs} were given together with a FrozenTarget, "
-                "which is loaded already. Pass them to FrozenTarget, or pass the target's id or folder."
-            )
-        return target_model
-    if not isinstance(target_model, str | Path | PreTrainedModel):
-        raise ValueError(
-            f"target_model is a {type(target_model).__name__}; give a Hub id, a folder, a loaded causal language "
-            "model or a FrozenTarget."
-        )
-    device, spread = place_target(args)
-    init_kwargs = args.target_model_init_kwargs or {}
-    assert isinstance(init_kwargs, dict)  # a JSON string becomes a dict in TrainingArguments
-    if isinstance(target_model, str | Path):
-        init_kwargs = {**spread, **init_kwargs}
-    return FrozenTarget(
-        target_model,
-        taps or [],
-        device=device,
-        compile_target=args.compile_target,
-        allow_slow_target=args.allow_slow_target,
-        final_states=final_states,
-        **init_kwargs,
-    )
-
-
-def _prepare_drafter(model: DFlashDraftModel, args: DFlashTrainingArguments, keep_dtype: bool = False) -> None:
-    """fp32 masters and an attention backend that can train on the device."""
-    if not keep_dtype and any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()):
-        # AdamW steps at these rates vanish in bf16: norm weights would never move.
-        logger.info("The drafter's parameters are kept in fp32; use bf16=True for autocast.")
-        model.float()
-    implementation = args.drafter_attn_implementation
-    if implementation is None:
-        implementation = "flex_attention" if args.device.type == "cuda" else "sdpa"
-    if implementation == "flex_attention" and args.device.type == "cpu":
-        raise ValueError("flex_attention has no backward on CPU; leave drafter_attn_implementation unset for sdpa.")
-    model.set_attn_implementation(implementation)
-    compiled = args.device.type == "cuda" if args.compile_layers is None else args.compile_layers
-    if compiled and not args.torch_compile:
-        compile_layers(model)
-
-
-def compile_layers(model: DFlashDraftModel, **kwargs) -> None:
-    """Compile each layer by itself, in place: layers of one kind share their code, so two compilations serve all.
-
-    Args:
-        model: The drafter; its parameters keep their names.
-        **kwargs: Arguments of `torch.compile`, such as the backend.
-    """
-    # Training and evaluation, layer kinds and the last, shorter batch are graphs of one function; falling back to
-    # uncompiled flex attention would need the memory of all queries times all keys.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
-    for layer in model.layers:
-        layer.compile(dynamic=False, **kwargs)
 
 
 __all__ = ["DFlashTrainer", "add_context_noise", "compile_layers"]

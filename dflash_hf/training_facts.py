@@ -166,7 +166,10 @@ class TrainingFacts(TrainerCallback):
             self.seconds += time.monotonic() - self._start
             facts = training_facts(self.trainer, self.seconds, self.first_step)
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-            (Path(args.output_dir) / FACTS_NAME).write_text(json.dumps(facts, indent=1) + "\n")
+            # A kill leaves the old file or the new one, never a half.
+            aside = Path(args.output_dir) / f"{FACTS_NAME}.part"
+            aside.write_text(json.dumps(facts, indent=1) + "\n")
+            aside.replace(aside.with_name(FACTS_NAME))
 
 
 def read_facts(folder: str | Path) -> dict[str, Any] | None:

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import make_documents, make_trainer
+from runs import finish, make_documents, make_trainer, start
 from tiny import CHATML_TEMPLATE, byte_tokenizer, dense_target
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
 import dflash_hf.checkpointing
+import dflash_hf.resuming
 from dflash_hf.checkpointing import (
     MANIFEST_NAME,
     DiskSpaceError,
@@ -67,7 +68,7 @@ def test_a_checkpoint_lists_every_file_but_the_pickled_arguments(trained):
     there = {path.name for path in folder.iterdir()} - {MANIFEST_NAME, "training_args.bin"}
     assert set(listed) == there and {"model.safetensors", "optimizer.pt", RECORD_NAME, "trainer_state.json"} <= there
     assert manifest_problems(folder) == []
-    assert [path.name for path in sorted(trained.glob("*checkpoint*"))] == ["checkpoint-2", "checkpoint-4"]
+    assert [path.name for path in sorted(trained.glob("*-*"))] == ["checkpoint-2", "checkpoint-4"]
 
 
 FAULTS = {
@@ -115,14 +116,14 @@ def test_what_a_kill_left_aside_is_taken_or_removed(run):
     (part / MANIFEST_NAME).unlink()
     assert get_last_checkpoint(run) == str(run / "checkpoint-2")
     clean_up(run)
-    assert sorted(path.name for path in run.glob("*checkpoint*")) == ["checkpoint-2", "checkpoint-4"]
+    assert sorted(path.name for path in run.glob("*-*")) == ["checkpoint-2", "checkpoint-4"]
 
 
 def test_a_checkpoint_written_again_takes_the_old_ones_place(run, target):
     old = (run / "checkpoint-4" / "model.safetensors").stat().st_ino
     resume(run, target, resume=str(run / "checkpoint-2"))
     assert (run / "checkpoint-4" / "model.safetensors").stat().st_ino != old
-    assert sorted(path.name for path in run.glob("*checkpoint*")) == ["checkpoint-2", "checkpoint-4"]
+    assert sorted(path.name for path in run.glob("*-*")) == ["checkpoint-2", "checkpoint-4"]
 
 
 def test_hashes_find_a_changed_byte(run):
@@ -150,7 +151,7 @@ def test_old_checkpoints_are_rotated_and_the_best_is_kept(target, tmp_path):
         learning_rate=1e-9,
     )
     trainer.train()
-    assert sorted(path.name for path in tmp_path.glob("*checkpoint*")) == ["checkpoint-1", "checkpoint-6"]
+    assert sorted(path.name for path in tmp_path.glob("*-*")) == ["checkpoint-1", "checkpoint-6"]
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
     state = json.loads((tmp_path / "checkpoint-1" / "trainer_state.json").read_text())
     assert state["best_model_checkpoint"] == str(tmp_path / "checkpoint-1")
@@ -198,7 +199,7 @@ def test_a_disk_that_fills_up_stops_the_run_before_the_next_checkpoint_is_writte
 
     with pytest.raises(DiskSpaceError, match="checkpoints that are there are kept"):
         make_trainer(tmp_path, target, max_steps=6, save_steps=2, callbacks=[Fill()]).train()
-    assert [path.name for path in tmp_path.glob("*checkpoint*")] == ["checkpoint-2"]
+    assert [path.name for path in tmp_path.glob("*-*")] == ["checkpoint-2"]
 
 
 def test_a_disk_that_is_full_while_a_checkpoint_is_written_leaves_the_older_ones(target, tmp_path, monkeypatch):
@@ -213,8 +214,44 @@ def test_a_disk_that_is_full_while_a_checkpoint_is_written_leaves_the_older_ones
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(OSError, match=r"step 4 could not be written .*No space left on device"):
         make_trainer(tmp_path, target, max_steps=6, save_steps=2).train()
-    assert [path.name for path in tmp_path.glob("*checkpoint*")] == ["checkpoint-2"]
+    assert [path.name for path in tmp_path.glob("*-*")] == ["checkpoint-2"]
     assert last_complete_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+
+
+def failing_runs(folder: str) -> None:
+    """Target of a process: what a rank gets to hear when the first rank fails at something of its own."""
+    heard = []
+    trainer = make_trainer(Path(folder) / "run", max_steps=2, save_steps=1)
+
+    def broken(*args):
+        raise RuntimeError("broken on the first rank")
+
+    for resume, name in (("memory://nowhere/run", "fetch_checkpoint"), (None, "publish"), (None, "make_manifest")):
+        module = dflash_hf.resuming if name == "fetch_checkpoint" else dflash_hf.checkpointing
+        original = getattr(module, name)
+        if trainer.args.process_index == 0:
+            setattr(module, name, broken)
+        try:
+            trainer.train(resume_from_checkpoint=resume)
+        except Exception as error:
+            heard.append(f"{type(error).__name__}: {error}")
+        setattr(module, name, original)
+    trainer.train()
+    Path(folder, f"heard-{trainer.args.process_index}.json").write_text(json.dumps(heard))
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.state.destroy_process_group()
+
+
+def test_d1_what_fails_on_one_rank_stops_all_and_none_waits(tmp_path):
+    processes = start(failing_runs, str(tmp_path), world=2, log=tmp_path / "log")
+    assert finish(processes, timeout=60) == [0, 0], (tmp_path / "log").read_text()[-2000:]
+    fetched, *written = json.loads((tmp_path / "heard-0.json").read_text())
+    assert fetched == "RuntimeError: broken on the first rank"
+    assert all("step 1 could not be written (broken on the first rank)" in text for text in written)
+    fetched, *written = json.loads((tmp_path / "heard-1.json").read_text())
+    assert fetched == "RuntimeError: broken on the first rank"
+    assert len(written) == 2 and all("step 1 could not be written by another rank" in text for text in written)
+    assert sorted(path.name for path in (tmp_path / "run").glob("*-*")) == ["checkpoint-1", "checkpoint-2"]
 
 
 # What a checkpoint records

@@ -111,7 +111,7 @@ def test_l4_too_many_in_a_row_stop_the_run_and_keep_the_last_good_checkpoint(tar
     ):
         trainer.train()
     assert sum("was left out" in message for message in caplog.messages) == 2
-    assert {path.name for path in tmp_path.glob("*checkpoint*")} == {"checkpoint-1", "checkpoint-2"}
+    assert {path.name for path in tmp_path.glob("*-*")} == {"checkpoint-1", "checkpoint-2"}
     assert trainer._guard._hook is None and trainer._guard._pending == []
 
 
@@ -125,7 +125,7 @@ def test_nan_in_a_weight_of_the_drafter_is_named_and_never_saved(target, tmp_pat
     with pytest.raises(NonFiniteTrainingError, match=r"Step 4 .*drafter's own layers.0.mlp.up_proj.weight"):
         trainer.train()
     # Neither step 3 nor 4 was saved, and step 2 was not rotated away.
-    assert [path.name for path in tmp_path.glob("*checkpoint*")] == ["checkpoint-2"]
+    assert [path.name for path in tmp_path.glob("*-*")] == ["checkpoint-2"]
 
 
 def test_nan_in_a_weight_from_the_start_is_an_error_in_the_first_step(target, tmp_path):
@@ -144,7 +144,7 @@ def test_nan_in_a_weight_after_the_last_step_is_an_error_too(target, tmp_path):
     trainer = make_trainer(tmp_path, target, callbacks=[Spoil()], save_steps=2, max_steps=4)
     with pytest.raises(NonFiniteTrainingError, match=r"ended with a drafter whose norm.weight is not finite"):
         trainer.train()
-    assert [path.name for path in tmp_path.glob("*checkpoint*")] == ["checkpoint-2"]
+    assert [path.name for path in tmp_path.glob("*-*")] == ["checkpoint-2"]
 
 
 def test_a_run_whose_every_step_was_left_out_is_an_error(target, tmp_path):

@@ -33,7 +33,7 @@ class Send(TrainerCallback):
 
 
 def folders(path) -> list[str]:
-    return sorted(folder.name for folder in path.glob("*checkpoint*"))
+    return sorted(folder.name for folder in path.glob("*-*"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

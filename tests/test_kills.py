@@ -106,7 +106,7 @@ def test_a_run_killed_while_a_checkpoint_is_written_goes_on_from_a_complete_one(
         time.sleep(0.01)
     processes[0].kill()
     finish(processes)
-    names = sorted(path.name for path in (tmp_path / "run").iterdir())
+    names = sorted(path.name for path in (tmp_path / "run").glob("*-*"))
     assert names == ["_incomplete-checkpoint-20", "checkpoint-10"]
     assert not manifest_problems(tmp_path / "run" / "checkpoint-10")
     assert finish(start(train, str(tmp_path), resume=True, log=tmp_path / "log")) == [0]
