@@ -54,6 +54,7 @@ def pack_rows(
     if data is None:
         return None
     documents = data.documents if isinstance(data, PackedDataset) else _documents(data, args, target, tokenizer)
+    check_documents_fit(documents, tokenizer, args.allow_other_template)
     check_documents(documents, config.block_size)
     found = scan_token_ids(documents, vocab_size, config.mask_token_id)
     if found is not None:
@@ -78,7 +79,6 @@ def _documents(
         )
     if len(data) == 0:
         raise ValueError("The data has no documents; expected at least one. Check the file and its filters.")
-    check_documents_fit(data, tokenizer, args.allow_other_template)
     columns = data.column_names if isinstance(data, Dataset) else list(data[0])
     if "messages" in columns:
         if tokenizer is None:

@@ -120,7 +120,7 @@ def target_config(recipe: RecipeArguments) -> PreTrainedConfig:
 def dry_run(recipe: RecipeArguments, args: DFlashTrainingArguments) -> None:
     """Print the plan and write it to `dry_run.json` in the output folder."""
     drafter_config = drafter_configuration(recipe)
-    documents, _ = read_documents(recipe, args, drafter_config)
+    documents, _ = documents_or_exit(recipe, args, drafter_config)
     plan = make_plan(target_config(recipe), drafter_config, args, placements(args), documents)
     if args.process_index == 0:
         print(plan.report())
@@ -137,6 +137,14 @@ def refuse_what_cannot_fit(plan, args: DFlashTrainingArguments) -> None:
             check_memory(plan, total, torch.cuda.device_count())
         except ValueError as error:
             raise SystemExit(f"{sys.argv[0]}: error: {error}") from None
+
+
+def documents_or_exit(recipe: RecipeArguments, args: DFlashTrainingArguments, config: DFlashDraftConfig) -> tuple:
+    """[`read_documents`]; what is wrong with the data is said in one line, without a traceback."""
+    try:
+        return read_documents(recipe, args, config)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"{sys.argv[0]}: error: {error}") from error
 
 
 def read_documents(recipe: RecipeArguments, args: DFlashTrainingArguments, config: DFlashDraftConfig) -> tuple:
@@ -195,7 +203,7 @@ def load_target(recipe: RecipeArguments, args: DFlashTrainingArguments, taps: li
 
 def train(recipe: RecipeArguments, args: DFlashTrainingArguments) -> None:
     """Train, save, evaluate."""
-    train_documents, eval_documents = read_documents(recipe, args, drafter_configuration(recipe))
+    train_documents, eval_documents = documents_or_exit(recipe, args, drafter_configuration(recipe))
     if args.device.type == "cuda" and recipe.check_memory:
         plan = make_plan(target_config(recipe), drafter_configuration(recipe), args, placements(args), train_documents)
         refuse_what_cannot_fit(plan, args)

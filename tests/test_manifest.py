@@ -13,6 +13,7 @@ from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlash
 from dflash_hf.conversations import tokenize_completions
 from dflash_hf.loading import load_documents
 from dflash_hf.manifest import MANIFEST_NAME, check_documents_fit, open_documents, read_manifest
+from dflash_hf.packing import PackedDataset
 from dflash_hf.tokenize_job import tokenize_files
 from dflash_hf.tokenizing import TokenizeOptions
 
@@ -107,8 +108,9 @@ def test_dt3_the_trainer_takes_documents_and_checks_them(folder):
         output_dir=str(folder / "drafter"), max_steps=1, row_length=256, num_anchors=4, report_to="none", use_cpu=True
     )
 
-    def trainer(tokenizer, args=args):
+    def trainer(tokenizer, args=args, packed=False):
         documents = load_documents(folder / "out", TOKENIZER)
+        documents = PackedDataset(documents, 256) if packed else documents
         return DFlashTrainer(
             DFlashDraftModel(config), target, args, train_dataset=documents, processing_class=tokenizer
         )
@@ -116,6 +118,8 @@ def test_dt3_the_trainer_takes_documents_and_checks_them(folder):
     trainer(TOKENIZER).train()
     with pytest.raises(ValueError, match="own tokenizer"):
         trainer(with_other_vocabulary())
+    with pytest.raises(ValueError, match="own tokenizer"):
+        trainer(with_other_vocabulary(), packed=True)
     with pytest.raises(ValueError, match="another chat template"):
         trainer(byte_tokenizer(CHATML_TEMPLATE + " "))
     args.allow_other_template = True
