@@ -227,12 +227,13 @@ def first_nonfinite_parameter(model: nn.Module) -> str | None:
     return next((name for name, is_finite in zip(named, finite, strict=True) if not is_finite), None)
 
 
-def check_can_learn(drafter: nn.Module, groups: list[dict[str, Any]]) -> None:
+def check_can_learn(drafter: nn.Module, groups: list[dict[str, Any]], partial: bool = False) -> None:
     """Raises for a loss that cannot fall, whatever the data; warns of parameters that are frozen.
 
     Args:
         drafter: The model to be trained.
         groups: Of the optimizer: `lr` (or `initial_lr`, before the schedule), and `params` where it exists already.
+        partial: Whether a part of the drafter was meant to be frozen.
 
     Raises:
         ValueError: Every learning rate is 0, no parameter requires a gradient, or the optimizer has none of them.
@@ -255,7 +256,7 @@ def check_can_learn(drafter: nn.Module, groups: list[dict[str, Any]]) -> None:
             "The optimizer holds none of the drafter's parameters that require a gradient, so no step would change "
             "them. Make it from drafter.parameters(), or leave it out."
         )
-    if frozen:
+    if frozen and not partial:
         logger.warning(
             f"{len(frozen)} of the drafter's {len(named)} parameters are frozen and will not be trained: "
             f"{', '.join(frozen[:MAX_NAMED])}{', ...' if len(frozen) > MAX_NAMED else ''}."

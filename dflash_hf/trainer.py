@@ -209,7 +209,8 @@ class DFlashTrainer(Trainer):
         """
         groups = [{"lr": self.args.learning_rate}] if self.optimizer is None else self.optimizer.param_groups
         assert self.model is not None
-        check_can_learn(self.model, groups)
+        partial = is_adapter(self.model) or bool(self.args.trainable_modules)
+        check_can_learn(self.model, groups, partial)
         decided_by_main(self, lambda: prepare_output(self))
         self.run_record = run_record(self)
         folder = decided_by_main(self, lambda: resume_folder(self, resume_from_checkpoint))
