@@ -45,7 +45,7 @@ def read_results(results: dict[str, Any], drafter: str | None = None) -> CardRes
         drafter: Which drafter of it, where there are several: its name there.
 
     Raises:
-        ValueError: It is something else, or holds several drafters and none was named.
+        ValueError: It is something else, was interrupted, or holds several drafters and none was named.
     """
     if "drafters" in results:
         return _read_evaluation(results, drafter)
@@ -66,6 +66,11 @@ def read_results(results: dict[str, Any], drafter: str | None = None) -> CardRes
 
 def _read_evaluation(results: dict[str, Any], drafter: str | None) -> CardResults:
     reports = results["drafters"]
+    if not results.get("finished", True):
+        raise ValueError(
+            "The evaluation was interrupted, so its results are of a part of the prompts. Run "
+            "recipes/evaluate_acceptance.py to its end before publishing them."
+        )
     if drafter is None and len(reports) == 1:
         drafter = next(iter(reports))
     if drafter not in reports:

@@ -193,6 +193,8 @@ def test_results_of_something_else_are_refused():
         read_results(EVALUATION)
     with pytest.raises(ValueError, match=r"The results hold \['servers'\]; expected results.json of"):
         read_results({"servers": {}})
+    with pytest.raises(ValueError, match="interrupted"):
+        read_results({**EVALUATION, "finished": False}, "first")
 
 
 @pytest.mark.parametrize(
