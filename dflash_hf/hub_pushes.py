@@ -59,11 +59,21 @@ def push_checkpoint(trainer: Any, checkpoint: Path) -> None:
     trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
     message = f"Training in progress, step {trainer.state.global_step}"
     staging = Path(args.output_dir) / f"{STAGING_PREFIX}{trainer.state.global_step}"
-    write_publishable(trainer, staging)
+    copy = staging.with_name(f"{staging.name}-checkpoint")
+    with_checkpoint = args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
+    try:
+        write_publishable(trainer, staging)
+        if with_checkpoint:
+            linked_copy(checkpoint, copy)
+    except OSError as error:
+        # Other ranks would wait for one that stops here, and the checkpoint itself is there.
+        logger.warning(f"{checkpoint.name} cannot be set aside to be pushed to the Hub ({error}).")
+        for folder in (staging, copy):
+            shutil.rmtree(folder, ignore_errors=True)
+        return
     jobs = [_upload(trainer, staging, message, staging)]
-    if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+    if with_checkpoint:
         last = args.hub_strategy == HubStrategy.CHECKPOINT
-        copy = linked_copy(checkpoint, staging.with_name(f"{staging.name}-checkpoint"))
         name = "last-checkpoint" if last else checkpoint.name
         jobs.append(_upload(trainer, copy, f"{message}, checkpoint", copy, path_in_repo=name))
     before = [] if running is None or running.is_done() else running.jobs

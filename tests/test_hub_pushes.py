@@ -16,6 +16,7 @@ from runs import make_trainer
 from safetensors.torch import load_file
 from tiny import byte_tokenizer, dense_target
 
+import dflash_hf.hub_pushes
 from dflash_hf import DFlashDraftModel
 from dflash_hf.checkpointing import manifest_problems
 
@@ -130,6 +131,19 @@ def test_a_push_that_fails_is_told_of_and_loses_nothing(hub, target, tmp_path, c
     trainer.train()
     assert any("did not arrive at me/" in message and "ConnectionError" in message for message in caplog.messages)
     assert manifest_problems(tmp_path / "drafter" / "checkpoint-4") == []
+    assert not list((tmp_path / "drafter").glob("_*"))
+
+
+def test_a_drafter_that_cannot_be_set_aside_is_told_of_and_training_goes_on(
+    hub, target, tmp_path, monkeypatch, caplog
+):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(dflash_hf.hub_pushes, "linked_copy", full)
+    pushing(tmp_path, target, hub_strategy="checkpoint").train()
+    assert any("checkpoint-4 cannot be set aside to be pushed" in message for message in caplog.messages)
+    assert manifest_problems(tmp_path / "drafter" / "checkpoint-4") == [] and hub.commits == []
     assert not list((tmp_path / "drafter").glob("_*"))
 
 
