@@ -34,10 +34,10 @@ logger = logging.get_logger(__name__)
 
 # Protocols without folders, where making one may make the bucket: one that is gone must not come back in silence.
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "r2", "memory"}
-# Values of these are cut out of what a file system says of itself.
 # Where an address may hold credentials: `://name:password@` (a password may hold slashes) and `?signature=...`.
 USER_INFO = re.compile(r"://(?:[^\s@]*:[^\s@]*|[^/\s@]*)@")
 QUERY = re.compile(r"(://[^?\s]*)\?\S*")
+# Values of environment variables so named are cut out of what a file system says of itself.
 SECRET_VARIABLE = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL", re.IGNORECASE)
 
 
