@@ -14,6 +14,9 @@ from transformers import TrainerCallback
 class ProfileCallback(TrainerCallback):
     """Profiles `num_steps` steps and writes `profile.json` (a trace for chrome://tracing) and `profile_copies.json`.
 
+    The latter holds the first and last profiled step, counted from 1, as `steps`, and [`copy_overlap`] as `copies`.
+    Both profiling and the writing, which falls into the step behind, make steps longer.
+
     Args:
         folder: Where to write.
         num_steps: Steps to profile.
@@ -35,24 +38,25 @@ class ProfileCallback(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if self._profile is not None and state.global_step == self.stop:
-            self._finish(args.device.index)
+            self._finish(args.device.index, state.global_step)
 
     def on_train_end(self, args, state, control, **kwargs):
         if self._profile is not None:
-            self._finish(args.device.index)
+            self._finish(args.device.index, state.global_step)
 
-    def _finish(self, device: int | None) -> None:
+    def _finish(self, device: int | None, last_step: int) -> None:
         assert self._profile is not None
         if torch.cuda.is_available():
-            for device in range(torch.cuda.device_count()):
-                torch.cuda.synchronize(device)
+            for index in range(torch.cuda.device_count()):
+                torch.cuda.synchronize(index)
         self._profile.stop()
         self.folder.mkdir(parents=True, exist_ok=True)
         trace = self.folder / "profile.json"
         self._profile.export_chrome_trace(str(trace))
         self._profile = None
         copies = copy_overlap(json.loads(trace.read_text())["traceEvents"], device or 0)
-        (self.folder / "profile_copies.json").write_text(json.dumps(copies, indent=2))
+        found = {"steps": [self.start + 1, last_step], "copies": copies}
+        (self.folder / "profile_copies.json").write_text(json.dumps(found, indent=2))
 
 
 def copy_overlap(events: list[dict[str, Any]], device: int = 0) -> dict[str, dict[str, float]]:

@@ -6,8 +6,10 @@
     python recipes/benchmark_decoding.py --target FOLDER --drafter FOLDER
 
 A round drafts a block, verifies it and keeps what is committed. Random drafters commit next to nothing, so rounds are
-made to commit 1 to b tokens in turn, whatever the tokens are: costs do not depend on them. The forward is the target's
-own, of one block after the same prompt, with its cache. Times are means over rounds.
+made to commit 1 to b tokens in turn, whatever the tokens are: costs do not depend on them. The forwards are those of
+the target alone, of one token and of one block after the same prompt, with its cache. Snapshot and rollback copy the
+states of a hybrid target's recurrent layers; a verification makes both where it needs them. Times are means over
+rounds.
 """
 
 import copy
@@ -16,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +26,25 @@ import torch
 import transformers
 from benchmark_shapes import make_drafter, shapes
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5TextConfig
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.cli import parse_config
 from dflash_hf.decoding_checks import check_drafter
 from dflash_hf.decoding_state import DecodingState
+
+
+# What is measured, and what it is called in the table.
+PARTS = {
+    "token": "forward of a token",
+    "forward": "forward of a block",
+    "draft": "draft",
+    "verify": "verification",
+    "commit": "commit",
+    "round": "round",
+    "snapshot": "snapshot",
+    "rollback": "rollback",
+}
 
 
 @dataclass
@@ -66,12 +82,12 @@ def main() -> None:
     print(f"Target: {target.num_parameters() / 1e6:.1f}M parameters; drafter: {drafter.num_parameters() / 1e6:.1f}M.")
     results = {"arguments": asdict(args), "device": name, "dtype": str(dtype), "torch": torch.__version__}
     results |= {"transformers": transformers.__version__, "rows": []}
-    print("\n| prompt | forward of a block | draft | verification | commit | round | round / forward |")
-    print("|---|---|---|---|---|---|---|")
+    print(f"\n| prompt | {' | '.join(PARTS.values())} | round / block |")
+    print("|---" * (len(PARTS) + 2) + "|")
     for length in args.prompt_lengths:
         row = measure(target, drafter, length, args.num_rounds)
         results["rows"].append(row)
-        times = " | ".join(f"{row[part] * 1e3:.2f} ms" for part in ("forward", "draft", "verify", "commit", "round"))
+        times = " | ".join(f"{row[part] * 1e3:.2f} ms" for part in PARTS)
         print(f"| {length} | {times} | {row['ratio']:.2f} |", flush=True)
         if args.output:
             Path(args.output).parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +141,7 @@ def measure(target: PreTrainedModel, drafter: DFlashDraftModel, prompt_length: i
     block = torch.randint(0, vocab_size, (1, block_size), device=device)
     cache = DynamicCache(config=target.config)
     target(prompt, cache=cache, use_cache=True, logits_to_keep=1)
-    forwards, parts = [], []
+    seconds: dict[str, list[float]] = {name: [] for name in PARTS if name != "round"}
     # Every number of tokens equally often, small ones and large ones in turn.
     commits = (
         [1 + (5 * i) % block_size for i in range(block_size)] if block_size % 5 else list(range(1, block_size + 1))
@@ -133,21 +149,29 @@ def measure(target: PreTrainedModel, drafter: DFlashDraftModel, prompt_length: i
     with DecodingState(target, drafter) as state:
         state.prefill(prompt)
         for index in range(-4, num_rounds):
-            copied = copy.deepcopy(cache)
-            forward, _ = clock(lambda copied=copied: target(block, cache=copied, use_cache=True).logits)
-            committed = commits[index % block_size]
-            draft, logits = clock(lambda: state.draft(block[:, :1]).argmax(dim=-1))
-            verify, _ = clock(lambda drafts=logits: state.verify(block[:, :1], drafts).argmax(dim=-1))
-            commit, _ = clock(lambda n=committed: state.commit(block[:, :n]))
-            if index >= 0:
-                forwards.append(forward)
-                parts.append((draft, verify, commit))
+            row = {}
+            for name, tokens in (("token", block[:, :1]), ("forward", block)):
+                copied = copy.deepcopy(cache)
+                row[name], _ = clock(partial(target, tokens, cache=copied, use_cache=True))
+            states = recurrent_states(state.target_cache)
+            row["snapshot"], saved = clock(lambda states=states: [part.clone() for part in states])
+            row["rollback"], _ = clock(lambda a=states, b=saved: [to.copy_(of) for to, of in zip(a, b, strict=True)])
+            row["draft"], drafts = clock(lambda: state.draft(block[:, :1]).argmax(dim=-1))
+            row["verify"], _ = clock(lambda drafts=drafts: state.verify(block[:, :1], drafts).argmax(dim=-1))
+            row["commit"], _ = clock(partial(state.commit, block[:, : commits[index % block_size]]))
+            for name, value in row.items() if index >= 0 else ():
+                seconds[name].append(value)
     # Means over rounds that commit more and less: their costs differ, and a median would hide the dear ones.
-    row = {"prompt_length": prompt_length, "forward": statistics.mean(_without_outliers(forwards))}
-    for name, seconds in zip(("draft", "verify", "commit"), zip(*parts, strict=True), strict=True):
-        row[name] = statistics.mean(_without_outliers(seconds))
-    row["round"] = row["draft"] + row["verify"] + row["commit"]
-    return row | {"ratio": row["round"] / row["forward"]}
+    means = {name: statistics.mean(_without_outliers(values)) for name, values in seconds.items()}
+    means["round"] = means["draft"] + means["verify"] + means["commit"]
+    return {"prompt_length": prompt_length} | means | {"ratio": means["round"] / means["forward"]}
+
+
+def recurrent_states(cache: Cache) -> list[torch.Tensor]:
+    """The states of a hybrid target's recurrent layers; none of a dense one."""
+    layers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
+    kept = [part for layer in layers for part in (layer.conv_states, layer.recurrent_states)]
+    return [state for part in kept for state in part.values() if state is not None]
 
 
 def _without_outliers(seconds: Sequence[float]) -> list[float]:

