@@ -236,12 +236,20 @@ class ExpectedAcceptance:
 
     def block_losses(self, terms: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
         weights = self.weighting.weights(terms[..., 0].detach(), counted)
-        accepted = torch.where(counted, terms[..., 1], 1.0).cumprod(dim=-1)
+        accepted = running_products(torch.where(counted, terms[..., 1], 1.0))
         share = self.cross_entropy_share
         return share * weights * terms[..., 0] + (1 - share) * (1 - accepted) * counted
 
     def normalizer(self, counted: torch.Tensor) -> torch.Tensor:
         return counted.sum().float()
+
+
+def running_products(factors: torch.Tensor) -> torch.Tensor:
+    """`cumprod` over the last dimension, of few factors, whose backward does not look for zeros on the host."""
+    products = [factors[..., 0]]
+    for slot in range(1, factors.shape[-1]):
+        products.append(products[-1] * factors[..., slot])
+    return torch.stack(products, dim=-1)
 
 
 def default_gamma(block_size: int) -> float:

@@ -4,6 +4,7 @@
     python recipes/benchmark.py                                  # a tiny shape, also without a GPU
     python recipes/benchmark.py --shape qwen3.6-27b --cases 2048x512,8192x512,8192x1536 --compile --output results.json
     python recipes/benchmark.py --shape qwen3.6-27b --sweep --compile --output sweep.json
+    python recipes/benchmark.py --shape qwen3.6-27b --compile --variants plain,float8 --optimizer adamw,adamw_8bit
 
 Weights and tokens are random. Before a step is timed, its loss and gradients are held against a naive twin. Time is
 the median over repeats; the first step, with compilation, is reported apart. Results are printed and, after every
@@ -14,82 +15,31 @@ import gc
 import json
 import math
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from benchmark_arguments import BenchmarkArguments, words
 from benchmark_check import checked_parameters, relative_difference
 from benchmark_parts import DrafterStep, make_target, step_side, target_side, transfer_side
 from benchmark_peers import PEERS
 from benchmark_report import describe, profile_table, table
 from benchmark_shapes import Case, Shape, drafter_work, make_batch, make_drafter, make_head, shapes, target_work
-from benchmark_timing import Side, measure, product_rate, profile
+from benchmark_timing import Side, measure, num_bytes, product_rate, profile
+from benchmark_variants import (
+    FLOAT8_TOLERANCES,
+    compare_steps,
+    float8_recipe,
+    make_variant,
+    state_tensors,
+)
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli import parse_config
 from dflash_hf.losses import Objective, make_objective
 from dflash_hf.target import FrozenHead
-
-
-PARTS = ("target", "transfer", "drafter", "step")
-
-
-@dataclass
-class BenchmarkArguments:
-    """What is timed, at which shape, and how often."""
-
-    shape: str | None = field(
-        default=None, metadata={"help": "tiny or qwen3.6-27b; by default the latter on a GPU, else the former."}
-    )
-    parts: str = field(default="drafter", metadata={"help": f"Commas between some of {', '.join(PARTS)}."})
-    num_tokens: int | None = field(default=None, metadata={"help": "Tokens of the row; the shape's own if unset."})
-    num_anchors: int | None = field(default=None, metadata={"help": "Blocks of the row; the shape's own if unset."})
-    cases: str | None = field(default=None, metadata={"help": "Several rows in one run: 2048x512,8192x1536."})
-    sweep: bool = field(default=False, metadata={"help": "Rows and anchors from small to large, as a table."})
-    num_documents: int = field(default=1, metadata={"help": "Documents of the row."})
-    objective: str = field(default="cross_entropy", metadata={"help": "cross_entropy or dpace."})
-    context_noise: float = field(default=0.0, metadata={"help": "Half-width of the noise on the hidden states."})
-    full_attention: bool = field(default=False, metadata={"help": "Make all layers of the drafter full."})
-    bf16: bool | None = field(
-        default=None, metadata={"help": "bf16 autocast over fp32 masters, a bf16 target; by default on a GPU."}
-    )
-    compile: bool = field(default=False, metadata={"help": "Compile the drafter's layers, as training on a GPU does."})
-    gradient_checkpointing: bool = field(
-        default=False,
-        metadata={"help": "Compute the drafter's layers again in the backward, to save memory."},
-    )
-    optimizer: bool = field(default=False, metadata={"help": "Also time the drafter's step with clipping and AdamW."})
-    peers: str | None = field(default=None, metadata={"help": f"Commas between some of {', '.join(PEERS)}."})
-    repeats: int = field(default=10, metadata={"help": "Timed steps, of which the median is reported."})
-    warmup: int = field(default=2, metadata={"help": "Steps between the first one and those that are timed."})
-    checked_blocks: int = field(
-        default=16, metadata={"help": "Blocks whose loss and gradients are held against the naive twin; 0 for none."}
-    )
-    recompile: bool = field(
-        default=True, metadata={"help": "Compile anew for every case, as training at that shape would."}
-    )
-    profile: bool = field(default=False, metadata={"help": "Also list the drafter's step by kernel."})
-    epoch_tokens: float = field(default=1.64e9, metadata={"help": "Tokens of an epoch, for its hours."})
-    device: str | None = field(default=None, metadata={"help": "The drafter's device; a GPU if any."})
-    target_device: str | None = field(default=None, metadata={"help": "The target's device; the second GPU if any."})
-    output: str | None = field(default=None, metadata={"help": "JSON file for the results."})
-
-    def __post_init__(self) -> None:
-        for name, known in (("parts", PARTS), ("peers", tuple(PEERS))):
-            unknown = set(_words(getattr(self, name))) - set(known)
-            if unknown:
-                raise ValueError(f"{name} has {sorted(unknown)}; choose from {', '.join(known)}, with commas between.")
-        for name, minimum in (("repeats", 1), ("warmup", 0), ("num_documents", 1), ("checked_blocks", 0)):
-            if getattr(self, name) < minimum:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least {minimum}.")
-        if (self.cases or self.sweep) and (self.num_tokens or self.num_anchors):
-            raise ValueError("num_tokens and num_anchors name one case; leave them out beside cases or sweep.")
-
-
-def _words(text: str | None) -> list[str]:
-    return [word.strip() for word in (text or "").split(",") if word.strip()]
 
 
 class Benchmark:
@@ -107,7 +57,8 @@ class Benchmark:
         if name not in shapes():
             raise ValueError(f"shape is {name!r}; choose one of {', '.join(shapes())}.")
         self.shape: Shape = shapes()[name]
-        self.parts = _words(args.parts)
+        self.parts, self.variants = words(args.parts), words(args.variants)
+        self.optimizers = words(args.optimizer)
         self.cases = self.find_cases()
         for case in self.cases:
             case.document_lengths(args.num_documents, self.shape.drafter["block_size"])
@@ -131,7 +82,7 @@ class Benchmark:
         if self.args.sweep:
             return self.shape.sweep
         if self.args.cases:
-            return [Case.parse(word) for word in _words(self.args.cases)]
+            return [Case.parse(word) for word in words(self.args.cases)]
         case = self.shape.case
         return [Case(self.args.num_tokens or case.num_tokens, self.args.num_anchors or case.num_anchors)]
 
@@ -182,9 +133,9 @@ class Benchmark:
     def objective(self, config: Any) -> Objective:
         return make_objective(self.args.objective, config.block_size)
 
-    def drafter_step(self, drafter: DFlashDraftModel, head: FrozenHead, case: Case, optimize: bool) -> DrafterStep:
-        if self.args.gradient_checkpointing:
-            drafter.gradient_checkpointing_enable()
+    def drafter_step(
+        self, drafter: DFlashDraftModel, head: FrozenHead, case: Case, variant: str, optimizer: str | None = None
+    ) -> DrafterStep:
         batch, context = self.inputs(case, drafter.config)
         return DrafterStep(
             drafter,
@@ -195,45 +146,85 @@ class Benchmark:
             self.mixed_precision,
             self.args.context_noise,
             self.args.compile,
-            optimize,
+            optimizer,
+            FLOAT8_TOLERANCES if float8_recipe(variant) else None,
         )
 
+    def checked(self, case: Case, step: DrafterStep, name: str) -> dict[str, Any] | None:
+        """The step held against its naive twin, which is its first step, compilation included."""
+        if not self.args.checked_blocks:
+            return None
+        print(f"{case!s:>10} {name}: the first step, held against the naive twin ...", flush=True)
+        return step.check(self.args.checked_blocks)
+
     def drafter_part(self, case: Case, drafter: DFlashDraftModel, head: FrozenHead) -> None:
-        """Check and time the drafter's step of one case, in turns with the peers'."""
+        """Check and time the drafter's step of one case in turns with the peers', then optimizers and variants."""
         if self.args.recompile:
             torch.compiler.reset()
-        ours = self.drafter_step(drafter, head, case, optimize=False)
+        first = self.variants[0]
+        name = drafter_name(first)
+        ours = self.drafter_step(make_variant(drafter, first), head, case, first)
         work = drafter_work(drafter, case.num_tokens, case.num_anchors)
-        check = None
-        if self.args.checked_blocks:
-            print(f"{case!s:>10} the first step, held against the naive twin ...", flush=True)
-            check = ours.check(self.args.checked_blocks)
-        sides, compared = [ours.side("drafter")], {}
-        for name in _words(self.args.peers):
-            peer = PEERS[name](
+        check = self.checked(case, ours, name)
+        sides, compared = [ours.side(name)], {}
+        for peer_name in words(self.args.peers):
+            peer = PEERS[peer_name](
                 drafter, head, ours.objective, ours.batch, ours.context, mixed_precision=self.mixed_precision
             )
-            sides.append(peer.side(name))
-            compared[name] = peer
+            sides.append(peer.side(peer_name))
+            compared[peer_name] = peer
         measured = self.measure(sides)
         if check is not None:
-            # The check goes through the same graphs, so that it is the first step, compilation included.
-            measured["drafter"]["first_step_seconds"] = check["seconds"]
-        equal = {name: compare(ours, peer, self.mixed_precision) for name, peer in compared.items()}
-        self.add(case, "drafter", measured["drafter"], work, check=check)
-        for name, comparison in equal.items():
-            ratio = measured["drafter"]["seconds"] / measured[name]["seconds"]
-            self.add(case, name, measured[name], work, comparison=comparison, drafter_time_over_this=ratio)
+            measured[name]["first_step_seconds"] = check["seconds"]
+        equal = {peer_name: compare(ours, peer, self.mixed_precision) for peer_name, peer in compared.items()}
+        self.add(case, name, measured[name], work, check=check)
+        for peer_name, comparison in equal.items():
+            ratio = measured[name]["seconds"] / measured[peer_name]["seconds"]
+            self.add(case, peer_name, measured[peer_name], work, comparison=comparison, drafter_time_over_this=ratio)
             if comparison["comparable"] and not comparison["equal"]:
-                raise ValueError(f"{name} computes another loss for the same work, so its time compares nothing.")
+                raise ValueError(f"{peer_name} computes another loss for the same work, so its time compares nothing.")
         if self.args.profile:
             self.results["rows"][-1 - len(equal)]["profile"] = kernels = profile(sides[0], self.device)
             print(profile_table(kernels))
-        if self.args.optimizer:
-            whole = self.drafter_step(drafter, head, case, optimize=True)
-            result = self.measure([whole.side("drafter+optimizer")])["drafter+optimizer"]
-            added = result["seconds"] / measured["drafter"]["seconds"] - 1
-            self.add(case, "drafter+optimizer", result, work, optimizer_adds=added)
+        compared.clear()
+        for optimizer in self.optimizers:
+            self.optimizer_part(case, optimizer, ours, measured[name], work)
+        for variant in self.variants[1:]:
+            self.variant_part(case, variant, ours, measured[name], work)
+
+    def variant_part(self, case: Case, variant: str, ours: DrafterStep, measured: dict[str, Any], work: float) -> None:
+        """Time another way to take the step, and hold its loss and gradients against the first one's."""
+        name = drafter_name(variant)
+        step = self.drafter_step(make_variant(ours.drafter, variant), ours.head, case, variant)
+        # The comparison needs the same hidden states.
+        step.context, step.batch = ours.context, ours.batch
+        check = self.checked(case, step, name)
+        result = self.measure([step.side(name)])[name]
+        if check is not None:
+            result["first_step_seconds"] = check["seconds"]
+        against = {"name": drafter_name(self.variants[0]), **compare_steps(step, ours)}
+        against["time_ratio"] = result["seconds"] / measured["seconds"]
+        if result["peak_memory_gb"] is not None:
+            against["more_peak_memory_gb"] = result["peak_memory_gb"] - measured["peak_memory_gb"]
+        self.add(case, name, result, work, check=check, against=against)
+
+    def optimizer_part(
+        self, case: Case, optimizer: str, ours: DrafterStep, measured: dict[str, Any], work: float
+    ) -> None:
+        """Time the first variant's step with clipping and an optimizer."""
+        name = f"{drafter_name(self.variants[0])}+{optimizer}"
+        whole = self.drafter_step(ours.drafter, ours.head, case, self.variants[0], optimizer)
+        result = self.measure([whole.side(name)])[name]
+        added = result["seconds"] - measured["seconds"]
+        self.add(
+            case,
+            name,
+            result,
+            work,
+            optimizer_adds=added / measured["seconds"],
+            optimizer_adds_seconds=added,
+            optimizer_state_bytes=num_bytes(state_tensors(whole.optimizer)),
+        )
 
     def target_parts(self) -> None:
         """Time the target, the transfer and the whole step, for all cases, with one target."""
@@ -255,10 +246,15 @@ class Benchmark:
             for case in self.cases:
                 if self.args.recompile:
                     torch.compiler.reset()
-                step = self.drafter_step(drafter, head, case, optimize=True)
+                first, optimizer = self.variants[0], (self.optimizers or ["adamw"])[0]
+                step = self.drafter_step(make_variant(drafter, first), head, case, first, optimizer)
                 work = drafter_work(drafter, case.num_tokens, case.num_anchors)
                 work += target_work(target.layers, case.num_tokens)
                 self.add(case, "step", self.measure([step_side(target, step)])["step"], work)
+
+
+def drafter_name(variant: str) -> str:
+    return "drafter" if variant == "plain" else f"drafter+{variant}"
 
 
 def compare(ours: DrafterStep, peer: Any, mixed_precision: bool) -> dict[str, Any]:

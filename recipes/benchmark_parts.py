@@ -9,6 +9,7 @@ from accelerate.utils import convert_outputs_to_fp32
 from benchmark_check import checked_parameters, naive_head_loss, naive_loss, only_blocks, relative_difference, spread
 from benchmark_shapes import Shape
 from benchmark_timing import Side, num_bytes, synchronize
+from benchmark_variants import OPTIMIZERS, state_tensors
 from transformers import AutoModelForCausalLM
 
 from dflash_hf import DFlashDraftModel, FrozenTarget
@@ -19,7 +20,7 @@ from dflash_hf.trainer import add_context_noise, compile_layers
 
 
 class DrafterStep:
-    """Forward and backward of the drafter on one batch; with `optimize`, clipping and fused AdamW too.
+    """Forward and backward of the drafter on one batch; with an optimizer, clipping and its step too.
 
     Args:
         drafter: The drafter with fp32 masters on its device.
@@ -30,7 +31,9 @@ class DrafterStep:
         mixed_precision: Whether the forward runs under bf16 autocast, as with the trainer's `bf16=True`.
         context_noise: Half-width of the noise on the hidden states.
         compiled: Whether each layer is compiled, once for all layers of a kind.
-        optimize: Whether the optimizer step belongs to it.
+        optimizer: Name of the optimizer whose step belongs to it.
+        tolerances: What of the loss and of a gradient's norm passes for rounding; that of the type by default, with
+            which a larger difference is an error.
     """
 
     def __init__(
@@ -43,7 +46,8 @@ class DrafterStep:
         mixed_precision: bool,
         context_noise: float = 0.0,
         compiled: bool = False,
-        optimize: bool = False,
+        optimizer: str | None = None,
+        tolerances: tuple[float, float] | None = None,
     ):
         self.drafter, self.head, self.objective = drafter, head, objective
         self.batch, self.context, self.context_noise = batch, context, context_noise
@@ -57,11 +61,10 @@ class DrafterStep:
             # As accelerate prepares it for the trainer: autocast around the forward, fp32 out of it.
             autocast = torch.autocast(context.device.type, torch.bfloat16)
             self.model = convert_outputs_to_fp32(autocast(drafter.forward))
+        self.tolerances = tolerances
         self.optimizer = None
-        if optimize:
-            fused = context.device.type == "cuda"
-            # A rate of 0 takes as long as any other and leaves all repeats and peers the same weights.
-            self.optimizer = torch.optim.AdamW(drafter.parameters(), lr=0.0, weight_decay=0.0, fused=fused)
+        if optimizer is not None:
+            self.optimizer = OPTIMIZERS[optimizer](list(drafter.parameters()), context.device.type == "cuda")
 
     def forward(self, batch: dict[str, Any], context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The normalised loss, as `DFlashTrainer.compute_loss` has it from the hidden states on, and the output."""
@@ -74,11 +77,16 @@ class DrafterStep:
         return loss / normalizer.clamp(min=1e-12), outputs.last_hidden_state
 
     def __call__(self, context: torch.Tensor | None = None) -> torch.Tensor:
-        loss, _ = self.forward(self.batch, self.context if context is None else context)
-        loss.backward()
+        loss = self.take_gradients(context)
         if self.optimizer is not None:
             torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
             self.optimizer.step()
+        return loss
+
+    def take_gradients(self, context: torch.Tensor | None = None) -> torch.Tensor:
+        """Forward and backward alone."""
+        loss, _ = self.forward(self.batch, self.context if context is None else context)
+        loss.backward()
         return loss.detach()
 
     def side(self, name: str, step: Any = None, others: list[torch.Tensor] | None = None) -> Side:
@@ -87,9 +95,7 @@ class DrafterStep:
         head = [*self.head.embedding.parameters(), *self.head.head.parameters()]
         parameters = list(self.drafter.parameters())
         shared = num_bytes([self.context, *tensors, *head, *(others or [])])
-        if self.optimizer is not None:
-            shared += 2 * num_bytes(parameters)  # AdamW's two moments
-        return Side(name, step or self, parameters, shared)
+        return Side(name, step or self, parameters, shared, lambda: state_tensors(self.optimizer))
 
     def check(self, num_blocks: int) -> dict[str, Any]:
         """Hold the step against naive twins, through the code and at the shape that is timed.
@@ -97,19 +103,24 @@ class DrafterStep:
         Some blocks, spread over the row, are drafted and learned alone: loss and gradients of parameters. Then all
         blocks go through the head: the loss, and the gradient of those blocks of the drafter's output.
 
+        Returns:
+            The losses, the differences, their `tolerances`, and whether they are `within` them.
+
         Raises:
-            ValueError: When they differ by more than rounding.
+            ValueError: When they differ by more than the rounding of the type; tolerances of one's own raise nothing.
         """
         noise, self.context_noise = self.context_noise, 0.0
         blocks = spread(self.batch["anchor_positions"].shape[1], num_blocks)
         result = self._check_drafter(blocks) | self._check_head(blocks)
         self.context_noise = noise
-        loss_tolerance, tolerance = (5e-3, 8e-2) if self.mixed_precision else (1e-4, 1e-3)
+        loss_tolerance, tolerance = self.tolerances or ((5e-3, 8e-2) if self.mixed_precision else (1e-4, 1e-3))
         of_loss = max(result["relative_loss_difference"], result["relative_head_loss_difference"])
         of_gradients = max(
             result["relative_hidden_gradient_difference"], *result["relative_gradient_differences"].values()
         )
-        if not (of_loss <= loss_tolerance and of_gradients <= tolerance):
+        result["tolerances"] = [loss_tolerance, tolerance]
+        result["within"] = of_loss <= loss_tolerance and of_gradients <= tolerance
+        if not result["within"] and self.tolerances is None:
             raise ValueError(
                 f"The drafter's step differs from its naive twin by more than rounding ({loss_tolerance} of the loss, "
                 f"{tolerance} of a gradient's norm), so its time means nothing: {result}"

@@ -19,6 +19,7 @@ def describe(row: dict[str, Any]) -> str:
         words.append(
             f"loss {check['loss']:.6f}, naive twin {check['naive_loss']:.6f} over {check['blocks']} blocks, gradients "
             f"within {max(check['relative_gradient_differences'].values()):.2g}"
+            + ("" if check["within"] else f" (BEYOND {check['tolerances'][0]} of the loss, {check['tolerances'][1]})")
         )
     if "comparison" in row:
         found = row["comparison"]
@@ -28,11 +29,28 @@ def describe(row: dict[str, Any]) -> str:
             f"{max(found['relative_gradient_differences'].values()):.2g}"
         )
         words.append(f"ours takes {row['drafter_time_over_this']:.3f} of its time")
+    if "against" in row:
+        words.append(_against(row["against"]))
     if "optimizer_adds" in row:
-        words.append(f"the optimizer adds {row['optimizer_adds']:.1%}")
+        words.append(
+            f"the optimizer adds {row['optimizer_adds']:.1%} ({row['optimizer_adds_seconds']:.3g} s) and holds "
+            f"{row['optimizer_state_bytes'] / 1e9:.3g} GB"
+        )
     if "gb_per_second" in row:
         words.append(f"{row['gb_per_second']:.3g} GB/s")
     return ", ".join(words)
+
+
+def _against(found: dict[str, Any]) -> str:
+    """Another way to take the step against the first one."""
+    gradients = ", ".join(f"{name} {value:.2g}" for name, value in found["relative_gradient_differences"].items())
+    memory = found.get("more_peak_memory_gb")
+    return (
+        f"{found['time_ratio']:.3f} of the time of {found['name']}"
+        + ("" if memory is None else f" with {memory:+.1f} GB")
+        + f"; loss {found['loss']:.6f} against {found['reference_loss']:.6f}, relative difference "
+        f"{found['relative_loss_difference']:.2g}, of gradients: {gradients}"
+    )
 
 
 def table(rows: list[dict[str, Any]]) -> str:

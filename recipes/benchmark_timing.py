@@ -23,16 +23,18 @@ class Side:
         step: One step; gradients are left in `parameters`.
         parameters: What the step trains; their gradients are dropped after each step.
         shared_bytes: What it needs on the device besides `parameters` and what the step itself allocates.
+        states: The tensors of an optimizer, of which there are none before the first step.
     """
 
     name: str
     step: Callable[[], Any]
     parameters: Sequence[nn.Parameter] = ()
     shared_bytes: int = 0
+    states: Callable[[], Sequence[torch.Tensor]] = tuple
 
     @property
     def resident_bytes(self) -> int:
-        return self.shared_bytes + num_bytes(self.parameters)
+        return self.shared_bytes + num_bytes(self.parameters) + num_bytes(self.states())
 
 
 def num_bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 
 from dflash_hf.data_collator import DataCollatorForDFlash
 from dflash_hf.losses import TargetStates, frozen_head_loss
-from dflash_hf.objectives import OBJECTIVES, DecayedCrossEntropy, DPace, SlotTerms, make_objective
+from dflash_hf.objectives import OBJECTIVES, DecayedCrossEntropy, DPace, SlotTerms, make_objective, running_products
 from dflash_hf.packing import PackedDataset
 from dflash_hf.target import FrozenTarget
 
@@ -218,3 +218,12 @@ def test_a_trainer_learns_the_targets_distribution(tmp_path):
     assert losses[-1] < 0.8 * losses[0]
     with pytest.raises(ValueError, match="final_states=True"):
         make_trainer(tmp_path, target=FrozenTarget(tiny.dense_target(), [1, 3]), drafter=trainer.model, **arguments)
+
+
+def test_running_products_equal_cumprod_with_zeros_too():
+    factors = torch.tensor([[0.5, 0.0, 0.25, 1.0], [0.3, 0.2, 0.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(running_products(factors), factors.cumprod(-1))
+    weights = torch.arange(1.0, 9.0, dtype=torch.float64).view(2, 4)
+    (fast,) = torch.autograd.grad((running_products(factors) * weights).sum(), factors)
+    (naive,) = torch.autograd.grad((factors.cumprod(-1) * weights).sum(), factors)
+    torch.testing.assert_close(fast, naive)

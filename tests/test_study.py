@@ -112,6 +112,23 @@ def test_the_study_runs_reports_and_leaves_out_what_is_done(files, tmp_path, cap
     assert len(study.read_results(tmp_path / "results.jsonl")) == 4
 
 
+@pytest.mark.parametrize("float8", [False, True])
+def test_cheaper_steps_learn_as_the_plain_one(files, tmp_path, float8):
+    common = "rows: 4, row_length: 64, num_anchors: 8, learning_rate: 2.0e-3"
+    extra = f"{{plain: {{{common}}}, eight-bit: {{eight_bit: true, {common}}}}}"
+    options = {**SHAPE, **files, "extra": extra, "runs": "plain,eight-bit", "steps": 16, "dev_rows": 2}
+    # torchao compiles its optimizer's step for every shape, which takes a CPU minutes and changes no result.
+    with torch.compiler.set_stance("force_eager"):
+        call(study.main, output_dir=tmp_path / "plain", **{**options, "runs": "plain"})
+        other = {"runs": "plain", "float8": True} if float8 else {"runs": "eight-bit"}
+        call(study.main, output_dir=tmp_path / "other", **{**options, **other})
+    plain, cheaper = (
+        study.read_results(tmp_path / name / "results.jsonl")[0]["losses"] for name in ("plain", "other")
+    )
+    assert plain != cheaper and plain["16"] < plain["2"]
+    assert cheaper["16"] == pytest.approx(plain["16"], rel=2e-2)
+
+
 def test_a_folder_of_chats_is_tokenised_first_and_sampling_is_measured(files, tmp_path):
     options = {**SHAPE, "target": files["target"], "data": Path(files["data"]).parent, "output_dir": tmp_path}
     options |= {"extra": EXTRA, "runs": "tiny-packed", "steps": 2, "dev_rows": 2, "decode_prompts": 1}

@@ -20,7 +20,7 @@ import yaml
 from get_target import get_smollm2
 from study_data import MAX_LENGTH, read_documents, write_data
 from study_report import write_report
-from study_training import Run, Study, train
+from study_training import Run, Study, convert_to_float8, train
 from transformers import AutoConfig, HfArgumentParser
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
@@ -62,6 +62,10 @@ class StudyArguments:
     intermediate_size: int = field(default=1536, metadata={"help": "Size of the MLP."})
     block_size: int = field(default=16, metadata={"help": "Slots per block."})
     mask_token_id: int = field(default=15, metadata={"help": "Token id of a slot to be drafted."})
+    float8: bool = field(
+        default=False,
+        metadata={"help": "Train and walk with the layers' products in fp8; give an output_dir of its own."},
+    )
     dev_rows: int = field(default=16, metadata={"help": "Rows of 1,024 tokens that are walked together."})
     num_train: int | None = field(default=None, metadata={"help": "Training documents to use; all by default."})
     num_dev: int | None = field(default=None, metadata={"help": "Documents to walk; all by default."})
@@ -150,6 +154,8 @@ def load_study(arguments: StudyArguments) -> Study:
     )
     drafter = DFlashDraftModel(config).to(device)
     drafter.set_attn_implementation("flex_attention" if on_cuda else "sdpa")
+    if arguments.float8:
+        convert_to_float8(drafter, on_cuda)
     if on_cuda:
         compile_layers(drafter)
     print(f"Drafter: {drafter.num_parameters() / 1e6:.1f}M parameters, taps {config.target_layer_ids}.")

@@ -4,6 +4,7 @@
 The step is that of `DFlashTrainer` without its loop: the same collator, masks, loss, clipping, optimizer and schedule.
 """
 
+import importlib
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -49,6 +50,7 @@ class Run:
         context_noise: Half-width of the noise on the context.
         learning_rate, weight_decay, beta2, max_grad_norm: Of the optimizer.
         muon: Whether Muon steps the matrices.
+        eight_bit: Whether AdamW keeps its state in 8 bits, by torchao.
         schedule: "cosine" or "warmup_stable_decay", which decays over the last `decay` of the steps.
         warmup: Share of the steps.
         ema: Decay of an average of the weights that is evaluated in their place; 0 for none.
@@ -77,6 +79,7 @@ class Run:
     beta2: float = 0.999
     max_grad_norm: float = 1.0
     muon: bool = False
+    eight_bit: bool = False
     schedule: str = "cosine"
     decay: float = 0.3
     warmup: float = 0.04
@@ -199,11 +202,36 @@ def objective_of(run: Run, block_size: int):
     )
 
 
+def _import_torchao(asked_for: str, module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"{asked_for} needs torchao, which cannot be imported ({error}). Run `pip install --no-deps torchao`."
+        ) from error
+
+
+def convert_to_float8(drafter: DFlashDraftModel, on_cuda: bool) -> None:
+    """Let the layers' matrix products run in fp8 (scales per tensor) from now on; without CUDA, with its rounding."""
+    float8 = _import_torchao("float8", "torchao.float8")
+
+    def converts(module: nn.Module, name: str) -> bool:
+        return name.startswith("layers.") and isinstance(module, nn.Linear)
+
+    config = float8.Float8LinearConfig(emulate=not on_cuda)
+    float8.convert_to_float8_training(drafter, module_filter_fn=converts, config=config)
+
+
 def make_optimizer(run: Run, drafter: nn.Module, on_cuda: bool) -> tuple[torch.optim.Optimizer, Any]:
     """Optimizer and schedule of a run, as the Trainer makes them."""
     betas = (0.9, run.beta2)
     optimizer: torch.optim.Optimizer
-    if run.muon:
+    if run.muon and run.eight_bit:
+        raise ValueError(f"{run.key} has muon and eight_bit, which are two optimizers: choose one.")
+    if run.eight_bit:
+        AdamW8bit = _import_torchao("eight_bit", "torchao.optim").AdamW8bit
+        optimizer = AdamW8bit(drafter.parameters(), run.learning_rate, betas, weight_decay=run.weight_decay)
+    elif run.muon:
         optimizer = MuonWithAdamW(
             drafter.parameters(), run.learning_rate, run.weight_decay, betas=betas, fused=on_cuda
         )
