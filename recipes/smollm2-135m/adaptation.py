@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from adaptation_report import KINDS, report, summarise
 from code_prompts import SPLITS, code_prompts
 from tqdm import tqdm
 from transformers import (
@@ -40,9 +41,6 @@ from dflash_hf import (
 from dflash_hf.cli import parse_config
 from dflash_hf.drafter_adapters import lora_config
 from dflash_hf.guards import NonFiniteTrainingError
-
-
-KINDS = ("adapter", "whole")
 
 
 @dataclass
@@ -287,55 +285,6 @@ def timed(trainer: DFlashTrainer, before: int) -> dict[str, Any]:
         "held_before_gb": before / 1e9,
     }
     return {"seconds": seconds, "steps": steps, "seconds_per_step": seconds / steps} | memory
-
-
-def summarise(results: dict[str, Any]) -> dict[str, Any]:
-    """The rate of each kind that is best on the validation prompts, its gain and its loss; empty without both."""
-    base = results["general"]["acceptance_length"]
-    summary: dict[str, Any] = {}
-    for kind in KINDS:
-        trained = [run for run in results[kind] if "error" not in run]
-        if not trained:
-            return {}
-        best = max(trained, key=lambda run: run["acceptance_length"]["code_validation"])
-        lengths = best["acceptance_length"]
-        summary[kind] = {
-            "learning_rate": best["learning_rate"],
-            "gain_on_code": lengths["code_test"] - base["code_test"],
-            "change_on_general": lengths["general"] / base["general"] - 1,
-        }
-    whole = summary["whole"]["gain_on_code"]
-    # A share of no gain would say nothing.
-    summary["share_of_gain"] = summary["adapter"]["gain_on_code"] / whole if whole > 0 else None
-    return summary
-
-
-def report(results: dict[str, Any]) -> None:
-    columns = ("drafter", "rate", "general", "code, validation", "code, test", "parameters", "seconds", "s/step")
-    print(f"\n| {' | '.join(columns)} | peak GB | kept GB |")
-    print("|---" * (len(columns) + 2) + "|")
-    runs = [("of general chats", results["general"])]
-    runs += [(f"adapted: {kind}", run) for kind in KINDS for run in results[kind]]
-    for name, run in runs:
-        if "error" in run:
-            print(f"| {name} | {run['learning_rate']} | {run['error']} |")
-            continue
-        lengths = " | ".join(f"{run['acceptance_length'][k]:.3f}" for k in ("general", "code_validation", "code_test"))
-        cost = f"{run['seconds']:.1f} | {run['seconds_per_step']:.3f} | {run['peak_gb']:.2f} | {run['kept_gb']:.3f}"
-        print(
-            f"| {name} | {run.get('learning_rate', '')} | {lengths} | {run.get('trained_parameters', '')} | {cost} |"
-        )
-    summary = results["summary"]
-    if not summary:
-        print("\nOne kind of training gave no drafter, so there is nothing to compare.")
-        return
-    share = summary["share_of_gain"]
-    print(
-        f"\nThe adapter reaches {'no share' if share is None else f'{share:.0%}'} of the whole drafter's gain on code "
-        f"({summary['adapter']['gain_on_code']:+.3f} of {summary['whole']['gain_on_code']:+.3f}); on general chats it "
-        f"changes by {summary['adapter']['change_on_general']:+.1%}, the whole drafter by "
-        f"{summary['whole']['change_on_general']:+.1%}. {results['hardware']}."
-    )
 
 
 if __name__ == "__main__":
