@@ -30,7 +30,7 @@ from dflash_hf import (
     tokenize_completions,
 )
 from dflash_hf.cli import parse_config
-from dflash_hf.drafter_adapters import lora_config
+from dflash_hf.training.drafter_adapters import lora_config
 
 
 @dataclass
