@@ -7,21 +7,21 @@ variable `DFLASH_HF_AUTO_CLASSES=0` to leave them as they are.
 
 import os
 
-from .adapting import adapt
 from .auto_classes import register_auto_classes
 from .configuration_dflash import DFlashDraftConfig, default_target_layer_ids
-from .conversations import read_completions, tokenize_completions, tokenize_conversation
-from .data_collator import DataCollatorForDFlash
-from .loading import load_documents
+from .data.collator import DataCollatorForDFlash
+from .data.conversations import read_completions, tokenize_completions, tokenize_conversation
+from .data.loading import load_documents
+from .data.packing import PackedDataset
+from .data.tokenize_job import tokenize_files
+from .data.tokenizing import TokenizeOptions
 from .modeling_dflash import DFlashDraftModel
-from .packing import PackedDataset
-from .speculators_conversion import convert_speculators
-from .target import FrozenTarget
-from .tokenize_job import tokenize_files
-from .tokenizing import TokenizeOptions
+from .target.frozen_target import FrozenTarget
 from .trainer import DFlashTrainer
+from .training.adapting import adapt
+from .training.speculators_conversion import convert_speculators
 from .training_args import DFlashTrainingArguments
-from .validation import validate_checkpoint
+from .validation.validate import validate_checkpoint
 
 
 __version__ = "0.1.0"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The acceptance length by real decoding, beside the target decoding alone.
 
-[`acceptance_report`] says what the acceptance length is.
+[`decoding.report`] says what the acceptance length is.
 """
 
 import math
@@ -15,11 +15,11 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
-from .acceptance_report import AcceptanceReport, PromptAcceptance, bootstrap_difference
-from .decoding_checks import check_drafter
+from .decoding.checks import check_drafter
+from .decoding.report import AcceptanceReport, PromptAcceptance, bootstrap_difference
+from .decoding.walk import walk_documents
 from .generation import evaluation_mode, speculative_generate, stop_token_ids
 from .modeling_dflash import DFlashDraftModel
-from .walk import walk_documents
 
 
 logger = logging.get_logger(__name__)

@@ -14,10 +14,10 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
-from .decoding_checks import check_drafter, check_finite, check_request, check_supported
-from .decoding_state import DecodingState, UncachedDecodingState
+from .decoding.checks import check_drafter, check_finite, check_request, check_supported
+from .decoding.sampling import Greedy, Sampling
+from .decoding.state import DecodingState, UncachedDecodingState
 from .modeling_dflash import DFlashDraftModel
-from .sampling import Greedy, Sampling
 
 
 @dataclass(frozen=True)

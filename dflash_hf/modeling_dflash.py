@@ -283,11 +283,11 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         Args:
             repo_id: Repository on the Hub, "OWNER/NAME".
             dtype (`torch.dtype`, *optional*): As for [`save_pretrained`].
-            **kwargs: As for [`hub_repository.push_drafter`], such as `private`, `revision`, `commit_message`, `tag`,
-                `token` and `options`.
+            **kwargs: As for [`publishing.sending.push_drafter`], such as `private`, `revision`, `commit_message`,
+                `tag`, `token` and `options`.
         """
         # Not an import statement: as remote code this file loads where the package is missing.
-        publishing = importlib.import_module("dflash_hf.hub_repository")
+        publishing = importlib.import_module("dflash_hf.publishing.sending")
         return publishing.push_drafter(self, repo_id, dtype, **kwargs)
 
     def _exported(

@@ -13,31 +13,31 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
-from .adapting import check_continuing
-from .checkpointing import decided_by_main, rotate, write_checkpoint
 from .configuration_dflash import DFlashDraftConfig
-from .context_noise import add_context_noise
-from .drafter_loss import drafter_loss
-from .guards import StepGuard, check_can_learn, first_nonfinite_parameter
-from .hub_pushes import build_publication, push_checkpoint, push_run
-from .interrupts import Interrupts, TrainingInterrupted
-from .losses import BlockSums, Objective, make_objective
-from .model_card import CardOptions
-from .model_preparation import compile_layers, frozen_target, prepare_drafter
+from .data.packing import PackedDataset, RowSampler
+from .decoding.walk import WalkSums, walk_batch
 from .modeling_dflash import DFlashDraftModel
-from .optimizers import muon_with_adamw
-from .packing import PackedDataset, RowSampler
-from .pairs import PairCallback, make_pair, pair_accelerator_args
-from .partial_training import check_resumed_part, is_adapter, make_trainable
-from .remote_checkpoints import RemoteCheckpointCallback
-from .resumed_state import EVALUATION_DUE, DueEvaluation, GivenSettings, check_steps_left, tell_of_schedule
-from .resuming import prepare_output, resume_folder
-from .run_record import run_record, write_record
-from .target import FrozenHead, FrozenTarget
+from .publishing.hub_pushes import build_publication, push_checkpoint, push_run
+from .publishing.model_card import CardOptions
+from .publishing.training_facts import TrainingFacts
+from .runs.checkpointing import decided_by_main, rotate, write_checkpoint
+from .runs.guards import StepGuard, check_can_learn, first_nonfinite_parameter
+from .runs.interrupts import Interrupts, TrainingInterrupted
+from .runs.record import run_record, write_record
+from .runs.remote_checkpoints import RemoteCheckpointCallback
+from .runs.resumed_state import EVALUATION_DUE, DueEvaluation, GivenSettings, check_steps_left, tell_of_schedule
+from .runs.resuming import prepare_output, resume_folder
+from .target.frozen_target import FrozenHead, FrozenTarget
+from .target.pairs import PairCallback, make_pair, pair_accelerator_args
+from .training.adapting import check_continuing
+from .training.batches import SetEpoch, data_seed, make_collator, pack_rows, without_repeated_rows
+from .training.context_noise import add_context_noise
+from .training.drafter_loss import drafter_loss
+from .training.losses import BlockSums, Objective, make_objective
+from .training.model_preparation import compile_layers, frozen_target, prepare_drafter
+from .training.optimizers import muon_with_adamw
+from .training.partial_training import check_resumed_part, is_adapter, make_trainable
 from .training_args import DFlashTrainingArguments
-from .training_data import SetEpoch, data_seed, make_collator, pack_rows, without_repeated_rows
-from .training_facts import TrainingFacts
-from .walk import WalkSums, walk_batch
 
 
 logger = logging.get_logger(__name__)

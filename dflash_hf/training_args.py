@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from .feature_transfer import FEATURE_COPIES
-from .objectives import OBJECTIVES
-from .remote_store import check_address
-from .run_record import CHANGES
-from .topology import LAYOUTS, check_world_size
+from .runs.record import CHANGES
+from .runs.remote_store import check_address
+from .target.feature_transfer import FEATURE_COPIES
+from .target.topology import LAYOUTS, check_world_size
+from .training.objectives import OBJECTIVES
 
 
 @dataclass

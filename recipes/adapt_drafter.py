@@ -20,12 +20,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.cli import parse_config
-from dflash_hf.drafter_adapters import lora_config
-from dflash_hf.launching import end_together
-from dflash_hf.loading import load_documents
-from dflash_hf.manifest import read_manifest
-from dflash_hf.partial_training import plain_drafter
-from dflash_hf.training_facts import FACTS_NAME
+from dflash_hf.data.loading import load_documents
+from dflash_hf.data.manifest import read_manifest
+from dflash_hf.publishing.training_facts import FACTS_NAME
+from dflash_hf.runs.launching import end_together
+from dflash_hf.training.drafter_adapters import lora_config
+from dflash_hf.training.partial_training import plain_drafter
 
 
 CONFIG = Path(__file__).resolve().parent / "adapt.yaml"

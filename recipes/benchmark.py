@@ -38,8 +38,8 @@ from benchmark_variants import (
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli import parse_config
-from dflash_hf.losses import Objective, make_objective
-from dflash_hf.target import FrozenHead
+from dflash_hf.target.frozen_target import FrozenHead
+from dflash_hf.training.losses import Objective, make_objective
 
 
 class Benchmark:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.losses import IGNORE_INDEX, DecayedCrossEntropy, DPace, Objective
-from dflash_hf.target import FrozenHead
+from dflash_hf.target.frozen_target import FrozenHead
+from dflash_hf.training.losses import IGNORE_INDEX, DecayedCrossEntropy, DPace, Objective
 
 
 def checked_parameters(drafter: DFlashDraftModel) -> list[str]:

@@ -13,10 +13,10 @@ from benchmark_variants import OPTIMIZERS, state_tensors
 from transformers import AutoModelForCausalLM
 
 from dflash_hf import DFlashDraftModel, FrozenTarget
-from dflash_hf.drafter_loss import drafter_loss
-from dflash_hf.losses import IGNORE_INDEX, Objective
-from dflash_hf.target import FrozenHead
+from dflash_hf.target.frozen_target import FrozenHead
 from dflash_hf.trainer import add_context_noise, compile_layers
+from dflash_hf.training.drafter_loss import drafter_loss
+from dflash_hf.training.losses import IGNORE_INDEX, Objective
 
 
 class DrafterStep:

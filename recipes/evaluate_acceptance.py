@@ -38,12 +38,12 @@ from dflash_hf.acceptance import (
     plain_answers,
     walked_acceptance_length,
 )
-from dflash_hf.acceptance_files import DEFINITION, markdown, plot_reports, plot_servers, server_markdown
 from dflash_hf.cli import parse_config
-from dflash_hf.evaluation_prompts import PRESETS, EvaluationPrompt, preset_prompts, prompt_token_ids, read_prompts
-from dflash_hf.sampling import Sampling
-from dflash_hf.serving import Server, ServerError, ServerReport, measure_server, plain_tokens_per_second
-from dflash_hf.target import check_fits
+from dflash_hf.decoding.prompts import PRESETS, EvaluationPrompt, preset_prompts, prompt_token_ids, read_prompts
+from dflash_hf.decoding.report_files import DEFINITION, markdown, plot_reports, plot_servers, server_markdown
+from dflash_hf.decoding.sampling import Sampling
+from dflash_hf.decoding.serving import Server, ServerError, ServerReport, measure_server, plain_tokens_per_second
+from dflash_hf.target.frozen_target import check_fits
 
 
 @dataclass

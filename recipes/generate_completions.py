@@ -37,8 +37,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from dflash_hf.chat_rows import TOKEN_ID_KEYS
-from dflash_hf.completion_client import AnswerError, CompletionServer
+from dflash_hf.data.chat_rows import TOKEN_ID_KEYS
+from dflash_hf.decoding.completion_client import AnswerError, CompletionServer
 
 
 logger = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ from typing import Any
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli import parse_config
-from dflash_hf.hub_repository import PublishError, publish, recorded_results
-from dflash_hf.model_card import CardOptions
-from dflash_hf.publishing import PLOT_NAME, Publication, build_repository
-from dflash_hf.training_facts import read_facts
+from dflash_hf.publishing.model_card import CardOptions
+from dflash_hf.publishing.repository import PLOT_NAME, Publication, build_repository
+from dflash_hf.publishing.sending import PublishError, publish, recorded_results
+from dflash_hf.publishing.training_facts import read_facts
 
 
 @dataclass
@@ -101,7 +101,7 @@ def load(folder: Path) -> DFlashDraftModel:
     """The drafter of a folder; that of an adapter is merged."""
     if not (folder / "adapter_config.json").is_file():
         return DFlashDraftModel.from_pretrained(str(folder))
-    from dflash_hf.drafter_adapters import merge_adapter
+    from dflash_hf.training.drafter_adapters import merge_adapter
 
     return merge_adapter(folder)
 

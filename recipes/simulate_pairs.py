@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from dflash_hf.feature_transfer import FeatureTransfer
-from dflash_hf.prefetch import Prefetcher
-from dflash_hf.throughput import Throughput
+from dflash_hf.target.feature_transfer import FeatureTransfer
+from dflash_hf.target.prefetch import Prefetcher
+from dflash_hf.target.throughput import Throughput
 
 
 CPU = torch.device("cpu")

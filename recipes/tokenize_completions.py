@@ -20,11 +20,11 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from transformers.utils import logging
 
 from dflash_hf.cli import parse_config
-from dflash_hf.manifest import stored_lengths
-from dflash_hf.packing import pack_documents
-from dflash_hf.preparation_report import format_summary, marked_examples, plot_lengths
-from dflash_hf.tokenize_job import tokenize_files
-from dflash_hf.tokenizing import TokenizeOptions
+from dflash_hf.data.manifest import stored_lengths
+from dflash_hf.data.packing import pack_documents
+from dflash_hf.data.preparation_report import format_summary, marked_examples, plot_lengths
+from dflash_hf.data.tokenize_job import tokenize_files
+from dflash_hf.data.tokenizing import TokenizeOptions
 
 
 @dataclass

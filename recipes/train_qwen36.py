@@ -25,16 +25,16 @@ from dflash_hf import (
     DFlashTrainingArguments,
     load_documents,
 )
-from dflash_hf.adapting import adapt, check_continuing
 from dflash_hf.cli import parse_config
-from dflash_hf.launching import end_together
-from dflash_hf.manifest import read_manifest
-from dflash_hf.pairs import place_target, placements
-from dflash_hf.planning import check_memory, make_plan
-from dflash_hf.preflight import preflight
-from dflash_hf.profiling import ProfileCallback
-from dflash_hf.synthetic import random_target, read_target_config, synthetic_documents
-from dflash_hf.target import FrozenTarget
+from dflash_hf.data.manifest import read_manifest
+from dflash_hf.runs.launching import end_together
+from dflash_hf.runs.planning import check_memory, make_plan
+from dflash_hf.runs.preflight import preflight
+from dflash_hf.runs.profiling import ProfileCallback
+from dflash_hf.target.frozen_target import FrozenTarget
+from dflash_hf.target.pairs import place_target, placements
+from dflash_hf.target.synthetic import random_target, read_target_config, synthetic_documents
+from dflash_hf.training.adapting import adapt, check_continuing
 
 
 CONFIG = Path(__file__).resolve().parent / "qwen3.6-27b" / "config.yaml"

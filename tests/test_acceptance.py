@@ -25,8 +25,8 @@ from dflash_hf.acceptance import (
     plain_answers,
     walked_acceptance_length,
 )
+from dflash_hf.decoding.walk import WalkedAnswer
 from dflash_hf.generation import SpeculativeOutput, speculative_generate
-from dflash_hf.walk import WalkedAnswer
 
 
 torch.set_num_threads(1)

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, QuantoConfig
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, validate_checkpoint
 from dflash_hf.acceptance import measure_acceptance
-from dflash_hf.commands import main as dflash_hf_command
-from dflash_hf.drafter_adapters import load_adapter, lora_config
-from dflash_hf.partial_training import plain_drafter
+from dflash_hf.training.drafter_adapters import load_adapter, lora_config
+from dflash_hf.training.partial_training import plain_drafter
+from dflash_hf.validation.command import main as dflash_hf_command
 
 
 ROOT = Path(__file__).parents[1]

@@ -15,9 +15,9 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
-import dflash_hf.checkpointing
-import dflash_hf.resuming
-from dflash_hf.checkpointing import (
+import dflash_hf.runs.checkpointing
+import dflash_hf.runs.resuming
+from dflash_hf.runs.checkpointing import (
     MANIFEST_NAME,
     DiskSpaceError,
     clean_up,
@@ -25,7 +25,7 @@ from dflash_hf.checkpointing import (
     make_manifest,
     manifest_problems,
 )
-from dflash_hf.run_record import RECORD_NAME
+from dflash_hf.runs.record import RECORD_NAME
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ Usage = namedtuple("Usage", "total used free")
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_an_error_at_the_start(target, tmp_path, monkeypatch):
-    monkeypatch.setattr(dflash_hf.checkpointing.shutil, "disk_usage", lambda folder: Usage(10, 10, 2**20))
+    monkeypatch.setattr(dflash_hf.runs.checkpointing.shutil, "disk_usage", lambda folder: Usage(10, 10, 2**20))
     trainer = make_trainer(tmp_path, target, max_steps=2)
     with pytest.raises(DiskSpaceError, match=r"needs 0.02 GiB and the disk of .* has 0.00 GiB"):
         trainer.train()
@@ -195,7 +195,9 @@ def test_a_disk_that_fills_up_stops_the_run_before_the_next_checkpoint_is_writte
     class Fill(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 3:
-                monkeypatch.setattr(dflash_hf.checkpointing.shutil, "disk_usage", lambda folder: Usage(10, 10, 100))
+                monkeypatch.setattr(
+                    dflash_hf.runs.checkpointing.shutil, "disk_usage", lambda folder: Usage(10, 10, 100)
+                )
 
     with pytest.raises(DiskSpaceError, match="checkpoints that are there are kept"):
         make_trainer(tmp_path, target, max_steps=6, save_steps=2, callbacks=[Fill()]).train()
@@ -227,7 +229,7 @@ def failing_runs(folder: str) -> None:
         raise RuntimeError("broken on the first rank")
 
     for resume, name in (("memory://nowhere/run", "fetch_checkpoint"), (None, "publish"), (None, "make_manifest")):
-        module = dflash_hf.resuming if name == "fetch_checkpoint" else dflash_hf.checkpointing
+        module = dflash_hf.runs.resuming if name == "fetch_checkpoint" else dflash_hf.runs.checkpointing
         original = getattr(module, name)
         if trainer.args.process_index == 0:
             setattr(module, name, broken)

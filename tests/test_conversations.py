@@ -13,7 +13,12 @@ from tiny import CHATML_TEMPLATE, byte_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dflash_hf.conversations import DOCUMENT_FEATURES, read_completions, tokenize_completions, tokenize_conversation
+from dflash_hf.data.conversations import (
+    DOCUMENT_FEATURES,
+    read_completions,
+    tokenize_completions,
+    tokenize_conversation,
+)
 
 
 # Thinking is opened, or opened and closed at once, by the generation prompt.
@@ -362,7 +367,7 @@ class TestBadRows:
 
 class TestDataset:
     def test_features_are_the_stated_ones_over_several_parts(self, tokenizer, monkeypatch):
-        monkeypatch.setattr("dflash_hf.conversations.DOCUMENTS_PER_PART", 2)
+        monkeypatch.setattr("dflash_hf.data.conversations.DOCUMENTS_PER_PART", 2)
         rows = [chat("a", str(i)) for i in range(5)]
         documents = tokenize_completions(rows, tokenizer, disable_tqdm=True)
         assert documents.features == DOCUMENT_FEATURES

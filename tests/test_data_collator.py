@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 from torch.utils.data import BatchSampler, DataLoader
 
-from dflash_hf.data_collator import (
+from dflash_hf.data.collator import (
     DataCollatorForDFlash,
     _shorten_draws,
     check_documents,
@@ -20,7 +20,7 @@ from dflash_hf.data_collator import (
     share_of_countable_slots,
     valid_anchors,
 )
-from dflash_hf.packing import PackedDataset, RowSampler
+from dflash_hf.data.packing import PackedDataset, RowSampler
 
 
 UNCAPPED = 10**6

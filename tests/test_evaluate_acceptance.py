@@ -14,17 +14,19 @@ from test_generation import drafter_for
 from test_serving import start  # noqa: F401 (a fixture)
 
 import dflash_hf
-from dflash_hf import acceptance, decoding_state, server_client
-from dflash_hf.acceptance_files import markdown
-from dflash_hf.acceptance_report import AcceptanceReport, PromptAcceptance
+from dflash_hf import acceptance
 from dflash_hf.cli import parse_config
-from dflash_hf.evaluation_prompts import (
+from dflash_hf.decoding import server_client
+from dflash_hf.decoding import state as decoding_state
+from dflash_hf.decoding.prompts import (
     PRESETS,
     EvaluationPrompt,
     preset_prompts,
     prompt_token_ids,
     read_prompts,
 )
+from dflash_hf.decoding.report import AcceptanceReport, PromptAcceptance
+from dflash_hf.decoding.report_files import markdown
 
 
 torch.set_num_threads(1)

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from dflash_hf.losses import TargetStates, frozen_head_loss
-from dflash_hf.objectives import OBJECTIVES, make_objective
+from dflash_hf.training.losses import TargetStates, frozen_head_loss
+from dflash_hf.training.objectives import OBJECTIVES, make_objective
 
 
 pytestmark = pytest.mark.gpu

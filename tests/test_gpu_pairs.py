@@ -8,10 +8,10 @@ from test_pairs_launch import ROOT, largest_difference, launch, results, train
 from test_prefetch import NO_DATALOADER, batches, documents, target_threads
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
-from dflash_hf.feature_transfer import FeatureTransfer
-from dflash_hf.prefetch import Prefetcher
-from dflash_hf.preflight import check_copy
-from dflash_hf.throughput import Throughput
+from dflash_hf.runs.preflight import check_copy
+from dflash_hf.target.feature_transfer import FeatureTransfer
+from dflash_hf.target.prefetch import Prefetcher
+from dflash_hf.target.throughput import Throughput
 
 
 pytestmark = pytest.mark.gpu

@@ -10,8 +10,8 @@ from tiny import dense_target
 from transformers import TrainerCallback
 
 from dflash_hf import DFlashTrainer
-from dflash_hf.guards import NonFiniteTrainingError, StepGuard
-from dflash_hf.host_copies import HostCopy
+from dflash_hf.runs.guards import NonFiniteTrainingError, StepGuard
+from dflash_hf.runs.host_copies import HostCopy
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from runs import make_documents, make_trainer
 from tiny import dense_target
 from transformers import TrainerCallback
 
-from dflash_hf.interrupts import INTERRUPTED_STATUS, Interrupts, TrainingInterrupted
+from dflash_hf.runs.interrupts import INTERRUPTED_STATUS, Interrupts, TrainingInterrupted
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ import pytest
 import torch
 from runs import finish, start, train, wait_for_step
 
-import dflash_hf.checkpointing
-from dflash_hf.checkpointing import last_complete_checkpoint, manifest_problems
-from dflash_hf.interrupts import INTERRUPTED_STATUS
+import dflash_hf.runs.checkpointing
+from dflash_hf.runs.checkpointing import last_complete_checkpoint, manifest_problems
+from dflash_hf.runs.interrupts import INTERRUPTED_STATUS
 
 
 STEPS, SAVE_STEPS = 60, 10
@@ -34,7 +34,7 @@ def resumed_training(folder: str, **kwargs) -> None:
 
 def training_that_stalls(folder: str, step: int, where: str, **kwargs) -> None:
     """Target of a process: while the checkpoint of a step is written, say so and wait to be killed."""
-    original = getattr(dflash_hf.checkpointing, where)
+    original = getattr(dflash_hf.runs.checkpointing, where)
 
     def stalled(*args, **options):
         if any(f"checkpoint-{step}" in str(value) for value in args):
@@ -42,7 +42,7 @@ def training_that_stalls(folder: str, step: int, where: str, **kwargs) -> None:
             time.sleep(600)
         return original(*args, **options)
 
-    setattr(dflash_hf.checkpointing, where, stalled)
+    setattr(dflash_hf.runs.checkpointing, where, stalled)
     resumed_training(folder, **kwargs)
 
 

@@ -11,13 +11,13 @@ from moto.backends import get_backend
 from moto.server import ThreadedMotoServer
 from tiny import byte_tokenizer
 
-from dflash_hf.conversations import read_completions
-from dflash_hf.loading import load_documents
-from dflash_hf.manifest import open_documents
-from dflash_hf.shards import OutputError
-from dflash_hf.sources import list_files
-from dflash_hf.tokenize_job import tokenize_files
-from dflash_hf.tokenizing import TokenizeOptions
+from dflash_hf.data.conversations import read_completions
+from dflash_hf.data.loading import load_documents
+from dflash_hf.data.manifest import open_documents
+from dflash_hf.data.shards import OutputError
+from dflash_hf.data.sources import list_files
+from dflash_hf.data.tokenize_job import tokenize_files
+from dflash_hf.data.tokenizing import TokenizeOptions
 
 
 NUM_FILES = 1805

@@ -15,7 +15,8 @@ from test_prefetch import FailsAtBatch5, make_trainer, target_threads
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from transformers import AutoModelForCausalLM
 
-from dflash_hf import DFlashTrainer, pairs
+from dflash_hf import DFlashTrainer
+from dflash_hf.target import pairs
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,7 +31,7 @@ import torch
 from accelerate import PartialState
 from test_pairs_launch import train
 
-from dflash_hf.launching import end_together
+from dflash_hf.runs.launching import end_together
 
 if __name__ == "__main__":
     folder, runs, fails = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3:] == ["fail"]

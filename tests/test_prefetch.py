@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
-from dflash_hf.feature_transfer import FeatureTransfer
-from dflash_hf.lookahead import LookAhead
-from dflash_hf.prefetch import PENDING, Prefetcher
-from dflash_hf.throughput import Throughput
+from dflash_hf.target.feature_transfer import FeatureTransfer
+from dflash_hf.target.lookahead import LookAhead
+from dflash_hf.target.prefetch import PENDING, Prefetcher
+from dflash_hf.target.throughput import Throughput
 
 
 CPU = torch.device("cpu")

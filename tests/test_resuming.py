@@ -15,12 +15,12 @@ from tiny import byte_tokenizer, dense_target
 from transformers import TrainerCallback
 
 from dflash_hf import DFlashTrainer
-from dflash_hf.checkpointing import MANIFEST_NAME
-from dflash_hf.interrupts import TrainingInterrupted
-from dflash_hf.manifest import open_documents
-from dflash_hf.run_record import RECORD_NAME
-from dflash_hf.tokenize_job import tokenize_files
-from dflash_hf.tokenizing import TokenizeOptions
+from dflash_hf.data.manifest import open_documents
+from dflash_hf.data.tokenize_job import tokenize_files
+from dflash_hf.data.tokenizing import TokenizeOptions
+from dflash_hf.runs.checkpointing import MANIFEST_NAME
+from dflash_hf.runs.interrupts import TrainingInterrupted
+from dflash_hf.runs.record import RECORD_NAME
 
 
 STEPS, SAVED = 10, 4

@@ -397,7 +397,7 @@ def uploads(monkeypatch):
 def test_c2_pushing_uploads_one_finished_folder_in_bf16_by_default(tmp_path, monkeypatch, kwargs, dtype):
     drafter, files = drafter_of(), {}
     monkeypatch.setattr(
-        "dflash_hf.hub_repository.publish",
+        "dflash_hf.publishing.sending.publish",
         lambda publication, **kwargs: files.update({p.name: p.read_bytes() for p in publication.folder.iterdir()}),
     )
     drafter.push_to_hub("me/drafter", **kwargs)

@@ -9,12 +9,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from dflash_hf import server_client
-from dflash_hf.completion_client import AnswerError, CompletionServer
-from dflash_hf.evaluation_prompts import EvaluationPrompt
-from dflash_hf.server_client import Server, ServerError
-from dflash_hf.server_counters import Verifications, own_verifications
-from dflash_hf.serving import measure_server
+from dflash_hf.decoding import server_client
+from dflash_hf.decoding.completion_client import AnswerError, CompletionServer
+from dflash_hf.decoding.prompts import EvaluationPrompt
+from dflash_hf.decoding.server_client import Server, ServerError
+from dflash_hf.decoding.server_counters import Verifications, own_verifications
+from dflash_hf.decoding.serving import measure_server
 
 
 VLLM_PAGE = """\
@@ -454,7 +454,7 @@ def test_other_traffic_is_a_warning(start, caplog):
         return answer(body)
 
     engine.answer = with_others
-    logger = logging.getLogger("dflash_hf.serving")
+    logger = logging.getLogger("dflash_hf.decoding.serving")
     logger.addHandler(caplog.handler)
     measure(url, "easy 1")
     logger.removeHandler(caplog.handler)

@@ -39,8 +39,8 @@ from dflash_hf import (
     tokenize_completions,
 )
 from dflash_hf.cli import parse_config
-from dflash_hf.drafter_adapters import lora_config
-from dflash_hf.guards import NonFiniteTrainingError
+from dflash_hf.runs.guards import NonFiniteTrainingError
+from dflash_hf.training.drafter_adapters import lora_config
 
 
 @dataclass

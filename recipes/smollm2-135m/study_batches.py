@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from study_features import Features
 
-from dflash_hf.data_collator import DataCollatorForDFlash
-from dflash_hf.packing import PackedDataset, RowSampler, seeded_permutation
+from dflash_hf.data.collator import DataCollatorForDFlash
+from dflash_hf.data.packing import PackedDataset, RowSampler, seeded_permutation
 
 
 class Batches:

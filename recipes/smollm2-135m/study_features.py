@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from dflash_hf.target import FrozenTarget
+from dflash_hf.target.frozen_target import FrozenTarget
 
 
 FORWARD_TOKENS = 16384

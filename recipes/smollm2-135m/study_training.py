@@ -20,14 +20,14 @@ from torch import nn
 from transformers import get_scheduler
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.data_collator import DataCollatorForDFlash
-from dflash_hf.drafter_loss import drafter_loss
-from dflash_hf.losses import BlockSums, make_objective
-from dflash_hf.optimizers import MuonWithAdamW
-from dflash_hf.packing import PackedDataset
-from dflash_hf.target import FrozenHead, FrozenTarget
+from dflash_hf.data.collator import DataCollatorForDFlash
+from dflash_hf.data.packing import PackedDataset
+from dflash_hf.decoding.walk import WalkSums, walk_batch
+from dflash_hf.target.frozen_target import FrozenHead, FrozenTarget
 from dflash_hf.trainer import add_context_noise
-from dflash_hf.walk import WalkSums, walk_batch
+from dflash_hf.training.drafter_loss import drafter_loss
+from dflash_hf.training.losses import BlockSums, make_objective
+from dflash_hf.training.optimizers import MuonWithAdamW
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From chats to batches: what the drafter learns from.
+
+In reading order:
+
+- where rows come from: `sources` (files, wherever fsspec finds them), `chat_messages`, `chat_rows` (rows of many makes
+  become chats);
+- from a chat to documents, token ids with supervised spans: `answers`, `documents`, `rendering` (by the target's own
+  chat template), `conversations` (in memory);
+- to a folder of documents, resumable: `shards`, `tokenizing` (one file), `tokenize_job` (all files, by several
+  processes), `manifest`, `preparation_report` (what a person looks at afterwards);
+- to tensors: `loading` (one call for training data, tokenised already or not), `packing` (documents to rows),
+  `collator` (rows to tensors: anchors, labels).
+"""

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of rows, wherever fsspec finds them: a folder, `s3://`, `gs://`, `hf://datasets/...`, `memory://`.
+
+Credentials come from the environment, as each file system's own tools read them; `storage_options` go to the file
+system as they are (for S3 `{"endpoint_url": ...}`, `{"anon": true}`).
+"""
+
+import codecs
+import gzip
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+from fsspec.implementations.local import LocalFileSystem
+
+from ..runs.remote_store import describe
+from .chat_messages import RowError
+
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+# A file is what it begins with, whatever its name: stores unpack, and people rename. No line of JSON begins so.
+MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "Parquet"}
+KINDS = {"gz": "gzip", "zst": "zstd", "parquet": "Parquet"}
+# Rows of a Parquet file that are held at once.
+PARQUET_BATCH = 128
+# A file of up to so many bytes is fetched by one request.
+WHOLE_BYTES = 16 * 2**20
+
+
+class SourceError(OSError):
+    """A file of rows cannot be read to its end."""
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of rows."""
+
+    name: str  # below the address that was listed
+    path: str  # within the file system
+    place: str  # for messages
+    size: int  # in bytes
+    version: str  # the store's etag, or the time of the last change
+
+    @property
+    def label(self) -> str:
+        """The name as text: bytes of it that are no UTF-8 are replaced."""
+        return self.name.encode("utf-8", "replace").decode()
+
+
+def open_filesystem(
+    address: str | os.PathLike, storage_options: Mapping[str, Any] | None = None
+) -> tuple[fsspec.AbstractFileSystem, str]:
+    """The file system of an address, and the address within it.
+
+    Raises:
+        ValueError: No file system is known for the address, its package is not installed, or it holds credentials.
+    """
+    address = os.fspath(address)
+    if not address:
+        raise ValueError("The address is empty: give a file, a folder or an fsspec address.")
+    _check_no_credentials(address)
+    try:
+        return fsspec.core.url_to_fs(address, **(storage_options or {}))
+    except ImportError as error:
+        extra = EXTRAS.get(address.partition("://")[0])
+        install = f"pip install 'dflash_hf[{extra}]'" if extra else "install the package that it names"
+        raise ValueError(f"{address} cannot be opened ({error}): {install}.") from error
+    except ValueError as error:
+        raise ValueError(f"{address} cannot be opened ({error}): expected a folder or an fsspec address.") from error
+
+
+def _check_no_credentials(address: str) -> None:
+    """Refuses what would be written into the manifest and every message, without repeating it."""
+    for link in address.split("::"):
+        protocol, found, rest = link.partition("://")
+        host = rest.partition("/")[0]
+        # What stands after a colon is a port, or a password, which may hold a slash.
+        password = host.rpartition("@")[0].partition(":")[2] or host.partition(":")[2]
+        has_password = "@" in rest and bool(password) and not password.isdecimal()
+        # Azure and SSH name a container or a user there, and `hf://datasets/ORG/NAME@revision` a revision.
+        has_key = "@" in host and protocol in ("http", "https", "s3", "s3a", "gs", "gcs")
+        has_query = "?" in rest and protocol in ("http", "https")
+        if found and protocol not in ("file", "local", "memory") and (has_password or has_key or has_query):
+            raise ValueError(
+                f"The {protocol}:// address holds credentials or a query, which would be written into the manifest "
+                "and the messages. Put credentials into the environment or the configuration of the store's package."
+            )
+
+
+@contextmanager
+def explained(address: str | os.PathLike, doing: str) -> Iterator[None]:
+    """Names the address and what may help where a file system fails, which has its own errors for each store."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"No such file or folder: {address} ({error}).") from error
+    except Exception as error:
+        raise OSError(
+            f"{doing} {address} failed ({describe(error)}). Check the address and the credentials "
+            "in the environment (for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, for Google Cloud "
+            "GOOGLE_APPLICATION_CREDENTIALS), or pass storage_options."
+        ) from error
+
+
+def list_files(
+    address: str | os.PathLike, storage_options: Mapping[str, Any] | None = None, recursive: bool = True
+) -> list[SourceFile]:
+    """Lists the files of rows at an address, in sorted order.
+
+    Args:
+        address: A file, a folder, or a pattern with `*`.
+        storage_options: Arguments of the file system.
+        recursive: Whether to look into folders of the folder.
+
+    Raises:
+        FileNotFoundError: Nothing is there, or no file whose name ends in one of `SUFFIXES`.
+        ValueError: A single file of another kind, or an unknown file system.
+        OSError: The store cannot be listed.
+    """
+    address = os.fspath(address)
+    fs, path = open_filesystem(address, storage_options)
+    with explained(address, "Listing"):
+        if "*" in path:
+            found = fs.glob(path, detail=True)
+        else:
+            found = fs.find(path, detail=True, maxdepth=None if recursive else 1)
+        if not found and not fs.exists(path):
+            raise FileNotFoundError(f"give a {' or '.join(SUFFIXES)} file, or a folder of them")
+    root = path.partition("*")[0].rpartition("/")[0] if "*" in path else path
+    if list(found) == [path] and not path.endswith(SUFFIXES):
+        raise ValueError(f"{address} ends in neither of {SUFFIXES}, so its format is unknown.")
+    files = [_source_file(fs, address, root, name, found[name]) for name in sorted(found) if _is_rows(name)]
+    if not files:
+        raise FileNotFoundError(f"The folder {address} holds no file that ends in one of {SUFFIXES}.")
+    return files
+
+
+def _is_rows(path: str) -> bool:
+    return path.endswith(SUFFIXES) and not path.rpartition("/")[2].startswith(".")
+
+
+def _source_file(fs: fsspec.AbstractFileSystem, address: str, root: str, path: str, info: dict) -> SourceFile:
+    name = path.rpartition("/")[2] if path == root else path[len(root) :].lstrip("/")
+    place = address if path == root else f"{address.partition('*')[0].rstrip('/')}/{name}"
+    if "*" in address:
+        place = fs.unstrip_protocol(path)
+    versions = (info.get(key) for key in ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created"))
+    version = next((str(value).strip('"') for value in versions if value), "")
+    return SourceFile(name, path, place, int(info.get("size") or 0), version)
+
+
+def read_rows(fs: fsspec.AbstractFileSystem, file: SourceFile) -> Iterator[tuple[str, dict | RowError, int]]:
+    """Rows in order, each with its place ("file:line") and the bytes read so far; what is broken is a `RowError`.
+
+    Raises:
+        SourceError: The file cannot be read, or not to its end; names file and line.
+    """
+    number = 0
+    with ExitStack() as stack:
+        try:
+            raw = stack.enter_context(_opened(fs, file))
+            kind = _kind(raw, file)
+            if kind == "Parquet":
+                items: Iterator[Any] = _parquet_rows(raw)
+            else:
+                items = iter(stack.enter_context(_decompressed(raw, kind)))
+        # Each store, format and compression has its own errors.
+        except Exception as error:
+            raise _source_error(file, number, error) from error
+        while True:
+            try:
+                item = next(items, None)
+            except Exception as error:
+                raise _source_error(file, number, error) from error
+            if item is None:
+                return
+            number += 1
+            if isinstance(item, bytes):
+                if number == 1:
+                    item = item.removeprefix(codecs.BOM_UTF8)
+                if not item.strip():
+                    continue
+                item = _parse_line(item)
+            # Parquet is read from several places at once, so that the position in the file says nothing.
+            yield f"{file.place}:{number}", item, 0 if kind == "Parquet" else raw.tell()
+
+
+def _opened(fs: fsspec.AbstractFileSystem, file: SourceFile) -> Any:
+    if file.size <= WHOLE_BYTES and not isinstance(fs, LocalFileSystem):
+        return io.BytesIO(fs.cat_file(file.path))
+    return fs.open(file.path, "rb")
+
+
+def _kind(raw: Any, file: SourceFile) -> str:
+    start = raw.read(4)
+    raw.seek(0)
+    found = next((kind for magic, kind in MAGIC.items() if start.startswith(magic)), None)
+    return found or KINDS.get(file.path.rpartition(".")[2], "")
+
+
+def _source_error(file: SourceFile, number: int, error: Exception) -> SourceError:
+    kind = KINDS.get(file.path.rpartition(".")[2])
+    what = f"not a whole {kind} file" if kind and not isinstance(error, FileNotFoundError) else "cannot be read"
+    return SourceError(f"{file.place}:{number + 1}: {what} ({describe(error)}): copy or write the file again.")
+
+
+def _decompressed(raw: BinaryIO, kind: str) -> Any:
+    if kind == "gzip":
+        return gzip.open(raw, "rb")
+    if kind == "zstd":
+        # Several frames in a row are one file, and a frame that is cut off is an error.
+        return io.BufferedReader(pa.CompressedInputStream(raw, "zstd"))
+    return raw
+
+
+def _parquet_rows(raw: BinaryIO) -> Iterator[dict]:
+    for batch in pq.ParquetFile(raw).iter_batches(batch_size=PARQUET_BATCH):
+        yield from batch.to_pylist()
+
+
+def _parse_line(line: bytes) -> dict | RowError:
+    try:
+        row = json.loads(line)
+    except UnicodeDecodeError as error:
+        return RowError("not UTF-8", f"the line is not JSON in UTF-8 ({error}): {line[:80]!r}.")
+    except ValueError as error:
+        return RowError("not JSON", f"the line is not JSON ({error}): {line[:80]!r}.")
+    except RecursionError:
+        return RowError("nested too deeply", f"the line is nested too deeply to be read: {line[:80]!r}.")
+    if not isinstance(row, dict):
+        return RowError(
+            "not JSON", f"expected a JSON object, got {type(row).__name__} (one object per line): {line[:80]!r}."
+        )
+    return row

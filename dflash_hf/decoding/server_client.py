@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A running vLLM or SGLang server: its OpenAI-compatible API and its counters."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.utils import logging
+
+from .prompts import EvaluationPrompt
+from .server_counters import CountersMissing, Verifications, own_verifications, sglang_counters, vllm_counters
+from .server_http import HttpClient, PageMissing, ServerError, json_object
+
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class ServedAnswer:
+    """An answer of a server.
+
+    Args:
+        prompt: What was asked.
+        text: What it wrote, its reasoning first.
+        num_tokens: Generated tokens, as the server counts them.
+        seconds: From sending the request to the last token.
+        verifications: The answer's own, where the server tells.
+    """
+
+    prompt: EvaluationPrompt
+    text: str
+    num_tokens: int
+    seconds: float
+    verifications: Verifications | None = None
+
+
+class Server:
+    """A running vLLM or SGLang server; the environment variable `OPENAI_API_KEY` holds its key if it has one.
+
+    Args:
+        url: Its address, with or without `/v1`.
+        timeout: Seconds without a byte after which a request has failed.
+        speculates: Whether it must speculate, so that there is something to measure.
+        model: The model to ask; by default the first that it lists.
+
+    Raises:
+        ServerError: When it does not answer, is neither of the two, has no such model, or does not speculate although
+            it must.
+    """
+
+    def __init__(self, url: str, timeout: float = 600.0, speculates: bool = True, model: str | None = None):
+        self.url = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
+        self._http = HttpClient(self.url, timeout)
+        self.model = self._find_model(model)
+        self.engine = self._find_engine(speculates)
+
+    def counters(self) -> Verifications:
+        """What the server has verified since its start.
+
+        Raises:
+            ServerError: When it does not say.
+        """
+        page = self._metrics()
+        try:
+            if self.engine == "vllm":
+                return vllm_counters(page or "")
+            return sglang_counters(self._server_info() or {}, page)
+        except CountersMissing as error:
+            raise ServerError(f"{self.url} does not say what it verified: {error}") from error
+
+    def settled_counters(self) -> Verifications:
+        """[`counters`] once they stand still: engines write them a moment after the last token."""
+        last = self.counters()
+        for _ in range(20):
+            time.sleep(0.1)
+            now = self.counters()
+            if now == last:
+                return now
+            last = now
+        raise ServerError(
+            f"The counters of {self.url} still rise two seconds after the last answer: somebody else uses the server. "
+            "Measure on a server that has no other requests."
+        )
+
+    def ask(self, prompt: EvaluationPrompt, settings: dict[str, Any]) -> ServedAnswer:
+        """Let it answer one prompt.
+
+        Args:
+            prompt: The prompt.
+            settings: Fields of the request, such as `max_tokens` and `temperature`.
+
+        Raises:
+            ServerError: When it answers with an error, breaks off, or takes too long.
+        """
+        body = {"model": self.model, "messages": prompt.messages, **settings}
+        # vLLM tells an answer's verifications behind its last token, SGLang in whole answers only.
+        streams = self.engine == "vllm"
+        body |= {"stream": True, "stream_options": {"include_usage": True}} if streams else {"return_meta_info": True}
+        start = time.perf_counter()
+        try:
+            with self._http.opened("/v1/chat/completions", body) as response:
+                chunks = list(_events(response)) if streams else [json_object(response.read())]
+        except ServerError as error:
+            raise ServerError(f"{error} The prompt was {_start_of(prompt)}.") from error
+        seconds = time.perf_counter() - start
+        errors = [chunk["error"] for chunk in chunks if chunk.get("error")]
+        usage = next((chunk["usage"] for chunk in reversed(chunks) if chunk.get("usage")), None)
+        if errors or usage is None:
+            problem = f"an error: {errors[0]}" if errors else "an answer that breaks off before its `usage`"
+            raise ServerError(f"{self.url} answered {_start_of(prompt)} with {problem}. See the server's log.")
+        own = [verifications for chunk in chunks if (verifications := own_verifications(chunk))]
+        text = "".join(_text(chunk) for chunk in chunks)
+        return ServedAnswer(prompt, text, usage["completion_tokens"], seconds, own[-1] if own else None)
+
+    def _find_model(self, wanted: str | None) -> str:
+        models = self._http.json("/v1/models").get("data") or [{"id": "default"}]
+        # Adapters are listed behind the model that they adapt.
+        names = [str(model["id"]) for model in models if isinstance(model, dict) and "id" in model]
+        if not names or wanted not in (None, *names):
+            raise ServerError(
+                f"{self.url} serves {', '.join(names) or 'no model'}" + (f", not {wanted}." if wanted else ".")
+            )
+        if wanted is None and len(names) > 1:
+            logger.warning(f"{self.url} serves {', '.join(names)}: {names[0]} is asked unless another is named.")
+        return wanted or names[0]
+
+    def _find_engine(self, speculates: bool) -> str:
+        if "\nvllm:" in "\n" + (self._metrics() or ""):
+            self.engine = "vllm"
+            if speculates:
+                self.counters()
+            return "vllm"
+        info = self._server_info()
+        if info is None:
+            raise ServerError(
+                f"{self.url} has neither vLLM's metrics (/metrics with vllm:...) nor SGLang's /server_info, so it "
+                "does not say what it verified. Give the address of the engine itself, not of a gateway before it."
+            )
+        if speculates and not info.get("speculative_algorithm"):
+            raise ServerError(
+                f"{self.url} is an SGLang server without speculation (its speculative_algorithm is "
+                f"{info.get('speculative_algorithm')}). Start it with --speculative-algorithm (`dflash-hf validate "
+                "DRAFTER` prints the command)."
+            )
+        return "sglang"
+
+    def _metrics(self) -> str | None:
+        try:
+            return self._http.text("/metrics")
+        except PageMissing:
+            return None
+
+    def _server_info(self) -> dict[str, Any] | None:
+        # Older releases know the longer name alone.
+        for path in ("/server_info", "/get_server_info"):
+            try:
+                return self._http.json(path)
+            except PageMissing:
+                continue
+        return None
+
+
+def _start_of(prompt: EvaluationPrompt) -> str:
+    """The first words of a prompt's last message."""
+    text = str(prompt.messages[-1].get("content"))
+    return repr(text if len(text) <= 60 else text[:60] + "...")
+
+
+def _events(response: Any) -> Iterator[dict[str, Any]]:
+    """The JSON of each server-sent event."""
+    for line in response:
+        text = line.decode().strip()
+        if text.startswith("data:") and text != "data: [DONE]":
+            yield json_object(text.removeprefix("data:"))
+
+
+def _text(chunk: dict[str, Any]) -> str:
+    """What a chunk adds to the answer, reasoning included."""
+    messages = [choice.get("delta") or choice.get("message") or {} for choice in chunk.get("choices") or []]
+    names = ("reasoning_content", "reasoning", "content")
+    return "".join(message.get(name) or "" for message in messages for name in names)
+
+
+__all__ = ["ServedAnswer", "Server", "ServerError"]

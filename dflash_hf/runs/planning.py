@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run will need, from configurations and documents alone: devices, memory, tokens, steps and hours.
+
+Useful work is counted as 2 operations per weight and token for the target; for the drafter 6 per layer weight and
+slot, 6 per `fc`, key and value weight and context token, and 4 per head weight and slot.
+"""
+
+import math
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from ..configuration_dflash import DFlashDraftConfig
+from ..data.collator import check_documents, num_valid_anchors
+from ..data.packing import Documents, PackedDataset
+from ..modeling_dflash import DFlashDraftModel
+from ..target.frozen_target import check_fits
+from ..target.topology import Placement
+from ..training.adapting import scan_token_ids
+from ..training.batches import ANCHOR_BUCKET
+from ..training_args import DFlashTrainingArguments
+
+
+# Shares of a bf16 matrix product's rate that each half reaches on an H200 (`recipes/qwen3.6-27b/README.md`).
+TARGET_EFFICIENCY = 0.76
+DRAFTER_EFFICIENCY = 0.74
+# An H200's rate in operations per second, taken where there is no GPU to measure.
+ASSUMED_RATE = 780e12
+# What an estimate of memory may be wrong by.
+ESTIMATE_MARGIN = 0.15
+# Logits of one chunk of the loss, in fp32 with their gradient and softmax.
+CHUNK_BYTES = 3 * 4 * 2**27
+GIGABYTE = 1e9
+
+
+@dataclass
+class Plan:
+    """Figures of a run; memory in bytes per device, rates in operations per second.
+
+    `target_bytes` and `drafter_bytes` are estimates of the peak, for the same device where the layout is shared.
+    """
+
+    layout: str
+    devices: dict[str, list[str]]
+    world_size: int
+    documents: int
+    tokens: int
+    rows: int
+    anchors_per_row: float
+    steps_per_epoch: int
+    total_steps: int
+    target_parameters: int
+    drafter_parameters: int
+    target_bytes: float
+    drafter_bytes: float
+    rate: float
+    rate_is_measured: bool
+    target_seconds: float
+    drafter_seconds: float
+    step_seconds: float
+    hours_per_epoch: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def report(self) -> str:
+        """The figures as text, one a line."""
+        shared = self.layout in ("shared", "cpu")
+        memory = [f"target device    {self.target_bytes / GIGABYTE:7.1f} GB"]
+        memory += [f"drafter device   {self.drafter_bytes / GIGABYTE:7.1f} GB"]
+        if shared:
+            memory = [f"one device holds both: {(self.target_bytes + self.drafter_bytes) / GIGABYTE:.1f} GB"]
+        source = "measured here" if self.rate_is_measured else "assumed, an H200's"
+        lines = [
+            f"layout           {self.layout}, {self.world_size} process{'es' if self.world_size > 1 else ''}",
+            *(f"rank {rank}           {' -> '.join(devices)}" for rank, devices in self.devices.items()),
+            *memory,
+            f"data             {self.documents:,} documents, {self.tokens:,} tokens, {self.rows:,} rows",
+            f"anchors per row  {self.anchors_per_row:,.0f}",
+            f"steps            {self.steps_per_epoch:,} an epoch, {self.total_steps:,} in all",
+            f"bf16 product     {self.rate / 1e12:.1f} TFLOP/s ({source})",
+            f"a step           {self.step_seconds:.3g} s: target {self.target_seconds:.3g} s, drafter "
+            f"{self.drafter_seconds:.3g} s",
+            f"hours per epoch  {self.hours_per_epoch:.3g}",
+        ]
+        return "\n".join(lines)
+
+
+def make_plan(
+    target_config: PreTrainedConfig,
+    drafter_config: DFlashDraftConfig,
+    args: DFlashTrainingArguments,
+    placements: list[Placement],
+    documents: Documents,
+) -> Plan:
+    """What a run needs, after checking target, drafter and data against each other; no weights are loaded.
+
+    Args:
+        target_config: The target's configuration.
+        drafter_config: The drafter's configuration.
+        args: The training arguments.
+        placements: Devices of the ranks on this machine.
+        documents: Tokenised documents.
+
+    Raises:
+        ValueError: When drafter and target, or drafter and data, do not fit together.
+    """
+    text_config = target_config.get_text_config(decoder=True)
+    _check_together(text_config, drafter_config, documents)
+    rows = PackedDataset(documents, args.row_length, seed=args.seed)
+    per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    steps = math.ceil(len(rows) / (per_step * args.world_size))
+    anchors, slots = _anchors(rows, args)
+    shared = placements[0].drafter == placements[0].target[0]
+    target = _TargetShape(text_config, drafter_config.target_layer_ids or [], args)
+    drafter = _DrafterShape(drafter_config, rows.num_tokens / len(rows), slots)
+    rate, is_measured = bf16_product_rate(args.device)
+    halves = (
+        per_step * 2 * target.read_parameters * drafter.tokens / (rate * TARGET_EFFICIENCY),
+        per_step * drafter.operations / (rate * DRAFTER_EFFICIENCY),
+    )
+    step_seconds = sum(halves) if shared or args.prefetch_depth == 0 else max(halves)
+    return Plan(
+        layout=placements[0].layout,
+        devices={str(i): [*map(str, p.target), str(p.drafter)] for i, p in enumerate(placements)},
+        world_size=args.world_size,
+        documents=len(documents),
+        tokens=rows.num_tokens,
+        rows=len(rows),
+        anchors_per_row=anchors,
+        steps_per_epoch=steps,
+        total_steps=args.max_steps if args.max_steps > 0 else math.ceil(steps * args.num_train_epochs),
+        target_parameters=target.parameters,
+        drafter_parameters=drafter.parameters,
+        target_bytes=(target.weight_bytes + target.working_bytes) / len(placements[0].target),
+        drafter_bytes=drafter.weight_bytes + drafter.activation_bytes(args) + (0 if shared else drafter.head_bytes),
+        rate=rate,
+        rate_is_measured=is_measured,
+        target_seconds=halves[0],
+        drafter_seconds=halves[1],
+        step_seconds=step_seconds,
+        hours_per_epoch=steps * step_seconds / 3600,
+    )
+
+
+def _check_together(target_config: PreTrainedConfig, drafter_config: DFlashDraftConfig, documents: Documents) -> None:
+    check_fits(drafter_config, target_config, target_config.vocab_size)
+    check_documents(documents, drafter_config.block_size)
+    assert drafter_config.mask_token_id is not None  # the configuration refuses to be without
+    scan_token_ids(documents, target_config.vocab_size, drafter_config.mask_token_id)
+
+
+def check_memory(plan: Plan, total_bytes: int, num_visible: int) -> None:
+    """Refuse a layout that cannot fit its GPUs even if the estimate is `ESTIMATE_MARGIN` too high.
+
+    Args:
+        plan: The run's figures.
+        total_bytes: Memory of a GPU.
+        num_visible: GPUs that the processes see.
+
+    Raises:
+        ValueError: Naming the command that would work on these GPUs.
+    """
+    both = plan.target_bytes + plan.drafter_bytes
+    needed = both if plan.layout == "shared" else max(plan.target_bytes, plan.drafter_bytes)
+    if needed * (1 - ESTIMATE_MARGIN) <= total_bytes:
+        return
+    if plan.layout == "shared" and num_visible > 1:
+        config = "two_pairs" if num_visible >= 4 else "one_pair"
+        remedy = f"accelerate launch --config_file recipes/accelerate/{config}.yaml recipes/train_qwen36.py ..."
+    elif plan.target_bytes > plan.drafter_bytes:
+        remedy = "a quantised target (quantization_config in target_model_init_kwargs), or target_layout=spread"
+    else:
+        remedy = "fewer anchors (num_anchors, max_anchors_per_row), or gradient_checkpointing"
+    raise ValueError(
+        f"Layout {plan.layout} needs about {needed / GIGABYTE:.0f} GB on one GPU, which has "
+        f"{total_bytes / GIGABYTE:.0f} GB. With {num_visible} visible GPUs, use: {remedy}. If you know better, pass "
+        "--check_memory false."
+    )
+
+
+def bf16_product_rate(device: torch.device, size: int = 8192) -> tuple[float, bool]:
+    """Operations per second of a bf16 matrix product on a GPU, and whether that was measured or assumed."""
+    if device.type != "cuda":
+        return ASSUMED_RATE, False
+    a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    for _ in range(3):
+        a @ a
+    torch.cuda.synchronize(device)
+    start = perf_counter()
+    for _ in range(20):
+        a @ a
+    torch.cuda.synchronize(device)
+    return 20 * 2 * size**3 / (perf_counter() - start), True
+
+
+class _DrafterShape:
+    """Work and memory of the drafter on a row of so many tokens and anchors."""
+
+    def __init__(self, config: DFlashDraftConfig, tokens: float, anchors: float):
+        with torch.device("meta"):
+            drafter = DFlashDraftModel(config)
+        self.config, self.tokens, self.anchors = config, tokens, anchors
+        self.parameters = sum(p.numel() for p in drafter.parameters())
+        self.slots = anchors * config.block_size
+        names = {name: p.numel() for name, p in drafter.named_parameters()}
+        of_context = sum(
+            n for name, n in names.items() if name.startswith("fc.") or "k_proj" in name or "v_proj" in name
+        )
+        self.head = config.vocab_size * config.hidden_size
+        on_slots = self.parameters - names["fc.weight"]
+        # Slot 0 does not go through the head.
+        head_slots = self.slots - anchors
+        self.operations = 6 * on_slots * self.slots + 6 * of_context * tokens + 4 * self.head * head_slots
+        # fp32 weights, gradients and AdamW's two moments.
+        self.weight_bytes = 16.0 * self.parameters
+        # The target's embedding and head in bf16, where the target is on another device.
+        self.head_bytes = 2 * 2 * self.head
+
+    def activation_bytes(self, args: DFlashTrainingArguments) -> float:
+        """What the backward needs, the context in fp32 with its noise, the prefetched states and one loss chunk."""
+        config = self.config
+        heads = config.num_attention_heads * config.head_dim
+        per_slot = 24 * config.hidden_size + 6 * config.intermediate_size + 8 * heads
+        layers = 1 if args.gradient_checkpointing else config.num_hidden_layers
+        features = self.tokens * config.hidden_size * len(config.target_layer_ids or [])
+        waiting = (args.prefetch_depth + 1) * 2
+        batch = args.per_device_train_batch_size
+        return batch * (layers * per_slot * self.slots + (2 * 4 + waiting) * features) + CHUNK_BYTES
+
+
+class _TargetShape:
+    """Weights and memory of the target, cut after the last tap."""
+
+    def __init__(self, config: PreTrainedConfig, taps: list[int], args: DFlashTrainingArguments):
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)
+        layers = [sum(p.numel() for p in layer.parameters()) for layer in model.get_decoder().layers]
+        self.parameters = sum(p.numel() for p in model.parameters())
+        # What a token passes; embedding and head stay on the device beside it.
+        self.read_parameters = sum(layers[: taps[-1] + 1])
+        given = args.target_model_init_kwargs if isinstance(args.target_model_init_kwargs, dict) else {}
+        name = str(given.get("dtype") or config.dtype or "float32").removeprefix("torch.")
+        size = 2 if name in ("auto", "bfloat16", "float16") else 4
+        quantization = given.get("quantization_config") or config.to_dict().get("quantization_config")
+        self.weight_bytes = size * (self.parameters - sum(layers)) + self.read_parameters * (
+            size if quantization is None else _quantised_bits(quantization) / 8
+        )
+        tokens = args.row_length * args.per_device_train_batch_size
+        layer = 4 * config.intermediate_size + 16 * config.hidden_size
+        # One batch of hidden states is copied away while the next one is made.
+        self.working_bytes = float(tokens * size * (layer + 2 * config.hidden_size * len(taps)))
+
+
+def _quantised_bits(quantization: Any) -> float:
+    """Bits of a quantised weight, scales included, from the field that names them; 16 where none does."""
+    values = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    if values.get("load_in_4bit"):
+        return 4.5
+    if values.get("load_in_8bit") or values.get("quant_method") == "fp8":
+        return 8.5
+    return float(values.get("bits", 15.5)) + 0.5
+
+
+def _anchors(rows: PackedDataset, args: DFlashTrainingArguments) -> tuple[float, float]:
+    """Mean anchors of a row, and those that are computed: on a GPU all rows are padded to the largest one's."""
+    draws = np.minimum(num_valid_anchors(rows.documents), args.num_anchors)
+    cap = args.max_anchors_per_row or max(1, args.row_length // 4)
+    mean = min(float(draws.sum()), cap * len(rows)) / len(rows)
+    if args.device.type == "cpu":
+        return mean, mean
+    largest = min(cap, rows.largest_row_sum(draws))
+    return mean, -(-largest // ANCHOR_BUCKET) * ANCHOR_BUCKET
+
+
+__all__ = ["Plan", "bf16_product_rate", "check_memory", "make_plan"]

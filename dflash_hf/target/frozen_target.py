@@ -1,0 +1,494 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The frozen target: from packed token ids to the hidden states that a drafter reads.
+
+Shapes: B rows, T packed tokens, K taps, D hidden size, V vocabulary.
+"""
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+from accelerate.hooks import remove_hook_from_module
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from ..configuration_dflash import DFlashDraftConfig
+from .dense import PackedDense
+from .features import PackedForward, packed_features, padded_features
+from .kernels import LINEAR_ATTENTION_FLOOR, delta_kernels_available, transformers_delta_rule
+from .packing import Piece, document_pieces
+from .qwen3_5 import PackedQwen35
+from .startup_check import packing_fault
+
+
+logger = logging.getLogger(__name__)
+
+# Types that layers multiply in; others only store quantised weights.
+COMPUTE_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class _LastTapRead(Exception):
+    """Ends the target's forward: nothing after the last tap is needed."""
+
+
+class FrozenHead:
+    """The target's embedding and head on the drafter's device; a tied weight is held once.
+
+    Args:
+        target: The target model.
+        device: Device of the drafter. Nothing is copied where the target is there already.
+    """
+
+    def __init__(self, target: PreTrainedModel, device: torch.device | str):
+        embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+        if head is None:
+            raise ValueError(
+                f"{type(target).__name__} has no output head (get_output_embeddings() is None), but the drafter's "
+                "logits go through the target's head. Load the target with AutoModelForCausalLM."
+            )
+        # One deepcopy of both keeps a tied weight tied.
+        pair = nn.ModuleList([embedding, head])
+        if not all(_is_on(p, device) for p in pair.parameters()):
+            # A target spread over devices moves its inputs by hooks, which the copy must not follow.
+            pair = remove_hook_from_module(copy.deepcopy(pair), recurse=True).to(device)
+        self.embedding, self.head = pair.requires_grad_(False)
+        self.embedding_weight: torch.Tensor = self.embedding.get_parameter("weight")
+        if self.embedding_weight.dtype not in COMPUTE_TYPES:
+            raise ValueError(
+                f"The target's embedding is stored as {self.embedding_weight.dtype}, but the drafter reads its rows "
+                "as they are. Quantise the target without its embedding, as most methods do."
+            )
+        self.head_dtype: torch.dtype = head_place(self.embedding_weight, self.head)[1]
+        self.vocab_size: int = self.embedding_weight.shape[0]
+        self._transform = logit_transform(target.config.get_text_config(decoder=True))
+
+    def noise_embeds(self, anchor_token_ids: torch.Tensor, mask_token_id: int, block_size: int) -> torch.Tensor:
+        """[`block_inputs`] from the target's embedding."""
+        return block_inputs(self.embedding_weight, anchor_token_ids, mask_token_id, block_size)
+
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits `[..., V]` of the drafter's output `[..., D]`, multiplied in the type of the head.
+
+        Where the target scales its logits or caps them softly, these are scaled and capped too.
+        """
+        return self._transform(self.head(hidden_states.to(self.head_dtype)))
+
+
+def head_place(embedding_weight: torch.Tensor, head: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Device and type of a head's input."""
+    # A quantised head may store integers, or no weight at all; it multiplies in the type of the embedding.
+    weight = dict(head.named_parameters()).get("weight", embedding_weight)
+    return weight.device, weight.dtype if weight.dtype in COMPUTE_TYPES else embedding_weight.dtype
+
+
+def logit_transform(config: PreTrainedConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What a target does with its logits after the head, by the fields of its configuration that say so."""
+    fields = config.to_dict()
+    scale = (fields.get("logit_scale") or 1.0) / (fields.get("logits_scaling") or 1.0)
+    cap = fields.get("final_logit_softcapping")
+
+    def transform(logits: torch.Tensor) -> torch.Tensor:
+        logits = logits if scale == 1.0 else logits * scale
+        return logits if not cap else cap * torch.tanh(logits / cap)
+
+    return transform
+
+
+def block_inputs(
+    embedding_weight: torch.Tensor, anchor_token_ids: torch.Tensor, mask_token_id: int, block_size: int
+) -> torch.Tensor:
+    """Raw embeddings of `[anchor, mask, ..., mask]` for every block.
+
+    Args:
+        embedding_weight (`torch.Tensor` of shape `[V, D]`): The target's embedding table.
+        anchor_token_ids (`torch.Tensor` of shape `[B, N]`): Token at each anchor.
+        mask_token_id: Token id of a slot to be drafted.
+        block_size: Slots per block, `b`.
+
+    Returns:
+        `torch.Tensor` of shape `[B, N * b, D]`, without any norm or scale that the target puts on embeddings.
+    """
+    rows, num_anchors = anchor_token_ids.shape
+    ids = anchor_token_ids.new_full((rows, num_anchors, block_size), mask_token_id)
+    ids[..., 0] = anchor_token_ids
+    return nn.functional.embedding(ids.flatten(1), embedding_weight)
+
+
+class FrozenTarget:
+    """A causal language model that only ever gives hidden states to a drafter.
+
+    It is not an `nn.Module`, so that no trainer moves, saves or optimises it.
+
+    Args:
+        model (`str`, `Path` or `PreTrainedModel`):
+            Hub id or folder, loaded by `AutoModelForCausalLM` and cut after the last tap, or a loaded model, which is
+            frozen but keeps all its layers.
+        target_layer_ids (`list[int]`): Taps: 0-based decoder layers whose outputs are read.
+        device: Where the target runs; None leaves it where it is.
+        packed (`bool`, *optional*):
+            Whether documents may share a row of the target's forward, where its layers allow it and after a check at
+            the first call; by default on CUDA.
+        compile_target: Whether to compile the layers of a Qwen3.5/3.6 target on CUDA, which takes up to a minute;
+            quantised ones are left as they are.
+        allow_slow_target: Whether a hybrid target may run on CUDA without flash-linear-attention.
+        final_states: Whether all layers are kept and run, for objectives that compare with the target's distribution.
+        **init_kwargs: Arguments of `AutoModelForCausalLM.from_pretrained`.
+
+    Raises:
+        OSError: When there is no such model.
+        ValueError: When a tap is out of range, or a hybrid target would be far too slow.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        target_layer_ids: Sequence[int],
+        device: torch.device | str | None = None,
+        packed: bool | None = None,
+        compile_target: bool = False,
+        allow_slow_target: bool = False,
+        final_states: bool = False,
+        **init_kwargs,
+    ):
+        if not isinstance(model, str | Path | nn.Module):
+            raise TypeError(
+                f"The target is a {type(model).__name__}; give a Hub id, a folder or a loaded causal language model."
+            )
+        if init_kwargs and isinstance(model, nn.Module):
+            raise ValueError(
+                f"target_model_init_kwargs={init_kwargs} were given together with a loaded target model: they are "
+                "arguments of from_pretrained. Pass the target's id or folder, or leave them out."
+            )
+        # A model of the user's keeps all its layers; one loaded here is nobody else's.
+        owned = isinstance(model, str | Path)
+        if isinstance(model, str | Path):
+            if not allow_slow_target and device is not None and torch.device(device).type == "cuda":
+                refuse_slow(_load_config(model, init_kwargs))
+            model = _load(model, device, init_kwargs)
+        self.model: Any = model
+        if any(p.is_meta for p in self.model.parameters()):
+            raise ValueError(
+                f"The target {type(self.model).__name__} has parameters on the meta device, so it has no weights to "
+                "run with. Load it with from_pretrained, without offloading."
+            )
+        self.config: PreTrainedConfig = self.model.config.get_text_config(decoder=True)
+        self.target_layer_ids = list(target_layer_ids)
+        self.layers: nn.ModuleList = decoder_layers(self.model)
+        self._check_taps()
+        self.final_states = final_states
+        if owned and not final_states:
+            del self.layers[self.target_layer_ids[-1] + 1 :]
+        self.model.requires_grad_(False).eval()
+        devices = {p.device for p in self.model.parameters()}
+        # A target that from_pretrained spread over several devices stays where it is.
+        if device is not None and len(devices) == 1 and not _is_on(next(self.model.parameters()), device):
+            self.model.to(device)  # type: ignore[arg-type]
+        on_cuda = self.device.type == "cuda"
+        if on_cuda and not allow_slow_target:
+            refuse_slow(self.config)
+        self._vocab_size: int = self.config.vocab_size
+        self._lock = Lock()
+        self._packed: PackedForward | None = None
+        self._unchecked: PackedForward | None = None
+        if (on_cuda if packed is None else packed) and len(devices) == 1:
+            self._unchecked = self._packable(compile_target and on_cuda)
+
+    def _packable(self, compiled: bool) -> PackedForward | None:
+        """The packed path that this target's layers have, to be checked at the first call."""
+        decoder = self.model.get_decoder()
+        if PackedQwen35.fits(decoder):
+            compiled = compiled and not _quantised(self.model)
+            return PackedQwen35(decoder, self.target_layer_ids, compiled, final_states=self.final_states)
+        if PackedDense.fits(decoder):
+            return PackedDense(decoder, self._read_taps)
+        self._say_padded("only Qwen3.5/3.6 layers, and full attention by sdpa, are packed")
+        return None
+
+    def _say_padded(self, reason: str) -> None:
+        logger.warning(
+            "Documents cannot share a row of this %s: %s. Each runs in a row of its own instead, which is right and "
+            "slower.",
+            type(self.model).__name__,
+            reason,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def eos_token_ids(self) -> list[int] | None:
+        """Ids after which the target stops generating, by its generation config."""
+        eos = self.model.generation_config.eos_token_id
+        return [eos] if isinstance(eos, int) else eos
+
+    def check_drafter(self, config: DFlashDraftConfig) -> None:
+        """Refuse a drafter that was made for another target.
+
+        Raises:
+            ValueError: Naming the field, both values and the way out.
+        """
+        check_fits(config, self.config, self.model.get_input_embeddings().weight.shape[0])
+        if config.target_layer_ids != self.target_layer_ids:
+            raise ValueError(
+                f"The drafter's target_layer_ids is {config.target_layer_ids}, the FrozenTarget's is "
+                f"{self.target_layer_ids}. Make the FrozenTarget with the drafter's config.target_layer_ids."
+            )
+
+    @torch.no_grad()
+    def context_hidden_states(
+        self, input_ids: torch.Tensor, document_lengths: Sequence[Sequence[int]] | None = None
+    ) -> torch.Tensor:
+        """Outputs of the tapped layers for packed rows, each document as if it were alone.
+
+        Where the target can be packed, documents run one after another in one row, and every mixing layer gets their
+        borders. Elsewhere they run one per right-padded row without attention mask or position ids: padding on the
+        right changes nothing before it. Either way no state of a linear-attention layer crosses a border. On a GPU
+        nothing waits for the device after the first call, so that a worker thread can run ahead.
+
+        Args:
+            input_ids (`torch.Tensor` of shape `[B, T]`): Packed token ids.
+            document_lengths: Lengths in tokens of the documents of each row, in order; None for one document per
+                row that fills it.
+
+        Returns:
+            `torch.Tensor` of shape `[B, T, K * D]` on the target's device; zeros where no document is.
+        """
+        return self._context_of(self.all_hidden_states(input_ids, document_lengths))
+
+    @torch.no_grad()
+    def all_hidden_states(
+        self, input_ids: torch.Tensor, document_lengths: Sequence[Sequence[int]] | None = None
+    ) -> torch.Tensor:
+        """[`context_hidden_states`], and with `final_states` the states after the target's final norm behind them.
+
+        Args:
+            input_ids, document_lengths: As for [`context_hidden_states`].
+
+        Returns:
+            `torch.Tensor` of shape `[B, T, K * D]`, or `[B, T, (K + 1) * D]` with `final_states`.
+        """
+        rows, width = input_ids.shape
+        if document_lengths is None:
+            document_lengths = [[width]] * rows
+        pieces = document_pieces(document_lengths, width)
+        if not pieces:
+            raise ValueError("The batch holds no document; give rows with at least one document of one token.")
+        input_ids = input_ids.to(self.device, non_blocking=True)
+        # Under the drafter's autocast a document's features would depend on who asks for them.
+        with torch.autocast(self.device.type, enabled=False):
+            return self._features(self._checked_packing(rows * width), input_ids, pieces)
+
+    def _context_of(self, states: torch.Tensor) -> torch.Tensor:
+        return states[..., : -self.config.hidden_size] if self.final_states else states
+
+    def _features(self, packed: PackedForward | None, input_ids: torch.Tensor, pieces: list[Piece]) -> torch.Tensor:
+        if packed is None:
+            return padded_features(self._read_taps, input_ids, pieces)
+        return packed_features(packed, input_ids, pieces)
+
+    def _read_taps(self, **inputs) -> list[torch.Tensor]:
+        final = []
+        with self._hooks() as taps, suppress(_LastTapRead):
+            output = self.model.get_decoder()(**inputs)
+            final = [output.last_hidden_state]
+        return [taps[i] for i in self.target_layer_ids] + final
+
+    def _checked_packing(self, tokens: int) -> PackedForward | None:
+        """The packed path, if there is one that passes the check of the first call."""
+        with self._lock:
+            if self._unchecked is not None:
+                packed, self._unchecked = self._unchecked, None
+                with self._few_layers(packed), transformers_delta_rule():
+                    reader, reference = partial(self._features_of, packed), partial(self._features_of, None)
+                    fault = packing_fault(reader, reference, self.target_layer_ids, self._vocab_size, tokens)
+                if fault is None:
+                    self._packed = packed
+                else:
+                    self._say_padded(fault)
+        return self._packed
+
+    def _features_of(
+        self, packed: PackedForward | None, input_ids: torch.Tensor, document_lengths: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        pieces = document_pieces(document_lengths, input_ids.shape[1])
+        return self._context_of(self._features(packed, input_ids.to(self.device), pieces))
+
+    @contextmanager
+    def _few_layers(self, packed: PackedForward) -> Iterator[None]:
+        """Taps no deeper than one layer of each kind: all others run the same kernels, and the check is quicker."""
+        if not isinstance(packed, PackedQwen35):
+            yield
+            return
+        taps, final_states = self.target_layer_ids, self.final_states
+        kinds = [layer.block_type for layer in self.layers[: taps[-1] + 1]]
+        self.target_layer_ids = packed.target_layer_ids = [max(kinds.index(kind) for kind in set(kinds))]
+        self.final_states = packed.final_states = False
+        try:
+            yield
+        finally:
+            self.final_states = packed.final_states = final_states
+            self.target_layer_ids, packed.target_layer_ids = taps, list(taps)
+
+    @contextmanager
+    def _hooks(self) -> Iterator[dict[int, torch.Tensor]]:
+        """Hooks live only during a forward, so that a model shared with the user stays as it was."""
+        taps: dict[int, torch.Tensor] = {}
+        last = self.target_layer_ids[-1]
+
+        def read(index: int):
+            def hook(module, args, output):
+                taps[index] = output[0] if isinstance(output, tuple) else output
+                if index == last and not self.final_states:
+                    raise _LastTapRead
+
+            return hook
+
+        handles = [self.layers[i].register_forward_hook(read(i)) for i in self.target_layer_ids]
+        try:
+            yield taps
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _check_taps(self) -> None:
+        taps, depth = self.target_layer_ids, len(self.layers)
+        if not taps or any(b <= a for a, b in pairwise(taps)) or taps[0] < 0:
+            raise ValueError(f"target_layer_ids={taps} must be layer indices, unique and ascending, at least one.")
+        if taps[-1] >= depth - 1:
+            raise ValueError(
+                f"target_layer_ids={taps} must lie in 0..{depth - 2}: the target has {depth} layers and the last one "
+                "is refused, since its entry in hidden_states is after the final norm while a hook sees it before."
+            )
+
+
+class FullDepth:
+    """A [`FrozenTarget`] whose final states travel with its context, as one tensor.
+
+    Args:
+        target: A target with `final_states`.
+    """
+
+    def __init__(self, target: FrozenTarget):
+        self.target = target
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+    def context_hidden_states(
+        self, input_ids: torch.Tensor, document_lengths: Sequence[Sequence[int]] | None = None
+    ) -> torch.Tensor:
+        """[`FrozenTarget.all_hidden_states`]."""
+        return self.target.all_hidden_states(input_ids, document_lengths)
+
+
+def check_fits(drafter_config: DFlashDraftConfig, target_config: PreTrainedConfig, embedding_rows: int) -> None:
+    """Refuse a drafter that was made for another target.
+
+    Args:
+        drafter_config: The drafter's configuration.
+        target_config: The target's configuration, text-only or multimodal.
+        embedding_rows: Rows of the target's embedding.
+
+    Raises:
+        ValueError: Naming the field, both values and the way out.
+    """
+    mask = drafter_config.mask_token_id
+    if mask is not None and mask >= embedding_rows:
+        raise ValueError(
+            f"mask_token_id={mask} is outside the target's embedding of {embedding_rows} rows; choose an id in "
+            f"0..{embedding_rows - 1} that texts do not use."
+        )
+    text_config = target_config.get_text_config(decoder=True)
+    expected = {
+        "hidden_size": text_config.hidden_size,
+        "num_target_layers": text_config.num_hidden_layers,
+        "vocab_size": embedding_rows,  # engines size the shared head by it
+    }
+    for name, value in expected.items():
+        given = getattr(drafter_config, name)
+        if given != value:
+            raise ValueError(
+                f"The drafter's {name} is {given}, the target's is {value}: a drafter works only with the target "
+                "whose hidden states, embeddings and head it was made for. Load that target, or make a drafter with "
+                "DFlashDraftConfig.from_target_config(target.config, ...)."
+            )
+
+
+def _quantised(model: Any) -> bool:
+    """Whether a compiler would meet layers or weights that are not torch's own."""
+    plain = all(type(p) is nn.Parameter and p.dtype in COMPUTE_TYPES for p in model.parameters())
+    return not plain or "quantization_config" in model.config.to_dict()
+
+
+def _is_on(parameter: torch.Tensor, device: torch.device | str) -> bool:
+    """Whether a parameter is on a device; a device without index means any of its kind that is in use."""
+    device = torch.device(device)
+    return parameter.device.type == device.type and device.index in (None, parameter.device.index)
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    decoder = model.get_decoder()
+    layers = dict(decoder.named_children()).get("layers")
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(
+            f"{type(model).__name__} keeps its decoder layers in another place than `get_decoder().layers`, so they "
+            "cannot be read. Targets of the Llama and Qwen families and most others are supported."
+        )
+    return layers
+
+
+def refuse_slow(config: PreTrainedConfig) -> None:
+    """Refuse a hybrid target that would run its reference loops on a GPU.
+
+    Args:
+        config: The target's configuration.
+
+    Raises:
+        ValueError: When it has linear attention and flash-linear-attention is missing or too old.
+    """
+    kinds = config.get_text_config(decoder=True).to_dict().get("layer_types") or []
+    if "linear_attention" in kinds and not delta_kernels_available():
+        raise ValueError(
+            f"{kinds.count('linear_attention')} of the target's {len(kinds)} layers are linear attention, and without "
+            f"flash-linear-attention {LINEAR_ATTENTION_FLOOR} or newer they run transformers' reference loop, which "
+            "is right and far too slow on a GPU. "
+            f"`pip install 'flash-linear-attention>={LINEAR_ATTENTION_FLOOR}'`, or pass allow_slow_target=True."
+        )
+
+
+def _load_config(name: str | Path, init_kwargs: dict) -> PreTrainedConfig:
+    with _explained(name):
+        return AutoConfig.from_pretrained(name, return_unused_kwargs=True, **init_kwargs)[0]
+
+
+def _load(name: str | Path, device: torch.device | str | None, init_kwargs: dict) -> PreTrainedModel:
+    if device is not None and torch.device(device).type == "cuda":
+        # Weights go straight to the device, which some quantised ones must.
+        init_kwargs = {"device_map": {"": str(torch.device(device))}, **init_kwargs}
+    with _explained(name):
+        return AutoModelForCausalLM.from_pretrained(name, **init_kwargs)
+
+
+@contextmanager
+def _explained(name: str | Path) -> Iterator[None]:
+    if isinstance(name, Path) and not name.is_dir():
+        raise OSError(f"There is no target folder {name}. Give a folder with config.json and weights, or a Hub id.")
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"The target {str(name)!r} cannot be loaded: it is neither a folder with config.json and weights nor a "
+            f"model that the Hub gives to this account. Check the spelling, the path or the login. ({error})"
+        ) from error
+
+
+__all__ = ["FrozenHead", "FrozenTarget", "FullDepth"]

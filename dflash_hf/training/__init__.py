@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `trainer.py` is made of: models, batches, losses and optimizers.
+
+In reading order:
+
+- which drafter is trained: `model_preparation` (placed, frozen, compiled), `adapting` (going on from a published one),
+  `speculators_conversion` (from another format), `partial_training` (some of its modules), `drafter_adapters` (LoRA);
+- on what: `batches` (from what a trainer was given to packed rows and their order), `context_noise`;
+- for what: `drafter_loss` (from a batch to the loss), `losses` (through the target's frozen head), `objectives` (what
+  slots are held to and how they are weighted);
+- `optimizers`: Muon beside AdamW.
+"""

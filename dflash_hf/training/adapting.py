@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Continuing from a published drafter: named changes of its block size, window and taps, and what must hold first."""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow.compute as pc
+import torch
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from ..checkpoint_format import problem_report
+from ..config_rules import field_problems
+from ..configuration_dflash import DFlashDraftConfig
+from ..data.packing import Documents
+from ..modeling_dflash import DFlashDraftModel
+from ..target.frozen_target import FrozenTarget
+
+
+logger = logging.get_logger(__name__)
+
+
+def adapt(
+    drafter: DFlashDraftModel,
+    *,
+    block_size: int | None = None,
+    sliding_window: int | None = None,
+    target_layer_ids: Sequence[int] | None = None,
+) -> DFlashDraftModel:
+    """Change what is given and leave the rest, one log line per change.
+
+    Args:
+        drafter: A drafter to continue from; it is not changed.
+        block_size: As for [`change_block_size`].
+        sliding_window: As for [`change_sliding_window`], tokens.
+        target_layer_ids: As for [`change_target_layer_ids`].
+
+    Returns:
+        The changed drafter; `drafter` itself where every value is None or the one it has.
+
+    Raises:
+        ValueError: When a value makes no sense for this drafter.
+    """
+    config = drafter.config
+    steps: list[tuple[Callable[[DFlashDraftModel, Any], DFlashDraftModel], Any, Any]] = [
+        (change_block_size, block_size, config.block_size),
+        (change_sliding_window, sliding_window, config.sliding_window),
+        (change_target_layer_ids, target_layer_ids and list(target_layer_ids), config.target_layer_ids),
+    ]
+    changes = [(change, value) for change, value, present in steps if value is not None and value != present]
+    # A larger block may need the larger window, and a smaller window the smaller block, to be in place first.
+    if isinstance(block_size, int) and block_size > config.block_size:
+        changes.sort(key=lambda step: step[0] is change_block_size)
+    for change, value in changes:
+        drafter = change(drafter, value)
+    return drafter
+
+
+def change_block_size(drafter: DFlashDraftModel, block_size: int) -> DFlashDraftModel:
+    """Draft blocks of another length; no weight depends on it.
+
+    Args:
+        drafter: The drafter; it is not changed.
+        block_size: Slots per block, the known anchor included, such as 8 or 32 in place of 16.
+
+    Returns:
+        A new drafter with equal weights.
+
+    Raises:
+        ValueError: For fewer than 2 slots, or more than the window of a sliding layer holds.
+    """
+    _require_integer("block_size", block_size)
+    previous = drafter.config.block_size
+    changed = _rebuilt(drafter, block_size=block_size)
+    logger.info(f"block_size: {previous} -> {block_size}. All weights are kept.")
+    return changed
+
+
+def change_sliding_window(drafter: DFlashDraftModel, sliding_window: int) -> DFlashDraftModel:
+    """Give the sliding layers another window; which layers slide stays, and so does every weight.
+
+    Args:
+        drafter: The drafter; it is not changed.
+        sliding_window: Window in tokens, at least one block.
+
+    Returns:
+        A new drafter with equal weights.
+
+    Raises:
+        ValueError: When no layer slides, or the window is smaller than a block or larger than any text.
+    """
+    _require_integer("sliding_window", sliding_window)
+    config = drafter.config
+    if "sliding_attention" not in (config.layer_types or []):
+        raise ValueError(
+            f"sliding_window={sliding_window} was given, but layer_types={config.layer_types} has no sliding layer "
+            "for it to act on. Leave it out, or start a new drafter with sliding layers."
+        )
+    if sliding_window > config.max_position_embeddings:
+        raise ValueError(
+            f"sliding_window={sliding_window} is larger than max_position_embeddings={config.max_position_embeddings}"
+            ", so it would never hide anything. Give a window within the drafter's positions."
+        )
+    previous = config.sliding_window
+    changed = _rebuilt(drafter, sliding_window=sliding_window)
+    logger.info(f"sliding_window: {previous} -> {sliding_window}. All weights are kept.")
+    return changed
+
+
+def change_target_layer_ids(drafter: DFlashDraftModel, target_layer_ids: Sequence[int]) -> DFlashDraftModel:
+    """Read other layers of the target.
+
+    The columns of `fc` that read a tap move with it. Those of a new tap start at zero: while taps are only added, the
+    drafter computes what it did before. Those of a tap that goes away are dropped.
+
+    Args:
+        drafter: The drafter; it is not changed.
+        target_layer_ids: 0-based target layers, ascending, at least one of which the drafter reads already.
+
+    Returns:
+        A new drafter; all weights but `fc.weight` are equal.
+
+    Raises:
+        ValueError: For taps that no target layer has, or none of the present ones.
+    """
+    for tap in target_layer_ids:
+        _require_integer("target_layer_ids", tap)
+    taps, previous = list(target_layer_ids), drafter.config.target_layer_ids or []
+    if taps and not set(taps) & set(previous):
+        raise ValueError(
+            f"target_layer_ids={taps} keeps none of the drafter's taps {previous}: all of fc would be zero and "
+            "nothing of the context would be read. Keep at least one of them, or start a new drafter."
+        )
+    weight = drafter.fc.weight.detach()
+    columns = dict(zip(previous, weight.split(drafter.config.hidden_size, dim=1), strict=True))
+    zeros = torch.zeros_like(weight[:, : drafter.config.hidden_size])
+    # No taps at all are refused by the rules of the format, below.
+    moved = torch.cat([columns.get(tap, zeros) for tap in taps], dim=1) if taps else weight
+    changed = _rebuilt(drafter, {"fc.weight": moved}, target_layer_ids=taps)
+    added, dropped = sorted({*taps} - {*previous}), sorted({*previous} - {*taps})
+    logger.info(f"target_layer_ids: {previous} -> {taps}. New, from zero: {added}; dropped: {dropped}.")
+    return changed
+
+
+def check_continuing(
+    config: DFlashDraftConfig,
+    target: FrozenTarget,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    documents: Documents | None = None,
+) -> None:
+    """Refuse a target, a tokenizer or data that a drafter was not made for, before any GPU time is spent.
+
+    Args:
+        config: The drafter's configuration.
+        target: Must have the drafter's hidden size, depth, vocabulary and taps.
+        tokenizer: The target's. The mask token must be past its last token, or one of its added special tokens that
+            neither ends, begins nor pads a text nor is written by its chat template.
+        documents: Documents whose `input_ids` must be free of the mask token.
+
+    Raises:
+        ValueError: Naming the field or the token, and the way out.
+    """
+    target.check_drafter(config)
+    mask = config.mask_token_id
+    assert mask is not None  # the configuration refuses to be without
+    way_out = (
+        "The drafter would take a known token for a slot to be drafted. Use the mask_token_id that it was trained "
+        "with; for a new drafter choose a reserved special token, or a row of the embedding past the tokenizer's "
+        "last id."
+    )
+    if mask in (target.eos_token_ids or []):
+        raise ValueError(
+            f"mask_token_id={mask} ends the target's texts (eos_token_id of its generation config). {way_out}"
+        )
+    if tokenizer is not None and (use := _use_of_token(tokenizer, mask)):
+        token = tokenizer.convert_ids_to_tokens(mask)
+        raise ValueError(f"mask_token_id={mask} is {token!r}, which is a token in use: {use}. {way_out}")
+    rows = target.model.get_input_embeddings().weight.shape[0]
+    if documents is not None and (index := scan_token_ids(documents, rows, mask)) is not None:
+        token = "" if tokenizer is None else f" ({tokenizer.convert_ids_to_tokens(mask)!r})"
+        raise ValueError(f"mask_token_id={mask}{token} occurs in the input_ids of document {index}. {way_out}")
+
+
+def _use_of_token(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str | None:
+    """What the tokenizer uses a token for; None for one that texts do not use."""
+    if token_id >= len(tokenizer):
+        return None
+    named = {
+        "eos": tokenizer.eos_token_id,
+        "bos": tokenizer.bos_token_id,
+        "pad": tokenizer.pad_token_id,
+        "unk": tokenizer.unk_token_id,
+    }
+    for name, value in named.items():
+        if value == token_id:
+            return f"it is the tokenizer's {name} token"
+    added = tokenizer.added_tokens_decoder.get(token_id)
+    if added is None or not added.special:
+        return "the tokenizer writes it for ordinary text"
+    templates = tokenizer.chat_template or ""
+    if any(added.content in text for text in (templates.values() if isinstance(templates, dict) else [templates])):
+        return "the chat template writes it"
+    return None
+
+
+def scan_token_ids(documents: Documents, embedding_rows: int, mask_token_id: int) -> int | None:
+    """Refuse ids that the target's embedding does not have, and look for the mask token.
+
+    Args:
+        documents: Documents with `input_ids`.
+        embedding_rows: Rows of the target's embedding.
+        mask_token_id: The drafter's mask token.
+
+    Returns:
+        Index of the first document that holds the mask token, or None.
+
+    Raises:
+        ValueError: Naming the first document with an id outside the embedding.
+    """
+    first, found = 0, None
+    for tokens, lengths in _token_batches(documents):
+        ends = np.cumsum(lengths)
+        outside = np.flatnonzero((tokens < 0) | (tokens >= embedding_rows))
+        if len(outside):
+            raise ValueError(
+                f"Document {first + int(np.searchsorted(ends, outside[0], side='right'))} holds the token id "
+                f"{tokens[outside[0]]}, which is outside the target's embedding of {embedding_rows} rows: the data "
+                "was made with another tokenizer. Tokenise it with the target's."
+            )
+        hits = np.flatnonzero(tokens == mask_token_id)
+        if found is None and len(hits):
+            found = first + int(np.searchsorted(ends, hits[0], side="right"))
+        first += len(lengths)
+    return found
+
+
+def _token_batches(documents: Documents) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(all token ids of a batch of documents, length of each)."""
+    if isinstance(documents, datasets.Dataset):
+        # Arrow holds the ids of many documents in one array: no Python list is made.
+        for table in documents.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=1000):
+            for chunk in table["input_ids"].chunks:
+                yield chunk.flatten().to_numpy(), pc.list_value_length(chunk).to_numpy()
+    else:
+        for document in documents:
+            yield np.asarray(document["input_ids"]), np.array([len(document["input_ids"])])
+
+
+def _rebuilt(drafter: DFlashDraftModel, tensors: dict[str, torch.Tensor] | None = None, **changes) -> DFlashDraftModel:
+    """A new drafter with some fields and tensors replaced, where the old one is, in its dtype and mode."""
+    config = copy.deepcopy(drafter.config)
+    # What the drafter was read with, a causality or a model type of its own, stays with a copy.
+    problems = field_problems({**vars(config), **changes})
+    if problems:
+        raise ValueError(problem_report(f"The drafter cannot be changed to {changes}", problems))
+    for name, value in changes.items():
+        setattr(config, name, value)
+    state_dict = {name: tensor.detach().clone() for name, tensor in drafter.state_dict().items()} | (tensors or {})
+    changed = DFlashDraftModel.from_pretrained(None, config=config, state_dict=state_dict)
+    # Loading forgets where the drafter came from, which its model card names.
+    changed.name_or_path = changed.config.name_or_path = drafter.config.name_or_path
+    return changed.to(drafter.device).train(drafter.training)
+
+
+def _require_integer(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{name} holds {value!r}, a {type(value).__name__}: expected whole numbers.")
+
+
+__all__ = ["adapt", "change_block_size", "change_sliding_window", "change_target_layer_ids", "check_continuing"]

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading what the rules of [`validation`] look at, without the weights; what cannot be read is a finding."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import get_safetensors_metadata, metadata_load, snapshot_download
+from huggingface_hub.errors import HFValidationError, HTTPError, NotASafetensorsRepoError, SafetensorsParsingError
+from yaml import YAMLError
+
+from ..checkpoint_format import TensorHeaders, read_tensor_headers
+from .checkpoint import ALL, Checkpoint, Finding
+
+
+_SMALL_FILES = ["*.json", "*.py", "README.md", "mask_embedding.pt"]
+_NETWORK_ERRORS = (OSError, HTTPError, HFValidationError)
+
+
+def read_folder(path: Path, name: str, revision: str | None = None) -> Checkpoint:
+    """Read a local folder.
+
+    Args:
+        path: The folder.
+        name: What to call it in reports and serving commands.
+        revision: The revision of the repository it is a copy of.
+
+    Returns:
+        What could be read, and what went wrong with the rest.
+    """
+    unreadable: dict[str, Finding] = {}
+    if not path.is_dir():
+        found, why = f"{path} is a file", "A drafter is a folder with config.json and safetensors files."
+        unreadable["folder"] = Finding(found, "a folder or a repository", why, "Give its folder.", errors=ALL)
+        return Checkpoint(name, revision, unreadable=unreadable)
+    config = _read_config_file(path / "config.json", unreadable)
+    headers = None
+    try:
+        headers = read_tensor_headers(path)
+    except json.JSONDecodeError as error:
+        unreadable["weights_file"] = _broken_weights(f"model.safetensors.index.json is not valid JSON: {error}")
+    except (OSError, ValueError) as error:
+        unreadable["weights_file"] = _broken_weights(str(error))
+    except (AttributeError, TypeError):
+        unreadable["weights_file"] = _broken_weights("model.safetensors.index.json has no object weight_map")
+    files = frozenset(entry.name for entry in path.iterdir())
+    return Checkpoint(name, revision, files, config, headers, _base_model(path, config), unreadable)
+
+
+def _read_config_file(path: Path, unreadable: dict[str, Finding]) -> dict[str, Any] | None:
+    why, remedy = "Every reader starts with it.", "Copy it again, from the folder the drafter was saved to."
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        found = f"no file {path}" if isinstance(error, FileNotFoundError) else f"{path}: {error}"
+    except ValueError as error:
+        found = f"{path} is not valid JSON: {error}"
+    else:
+        if isinstance(config, dict):
+            return config
+        found = f"{path} holds {type(config).__name__}, not an object"
+    unreadable["config_file"] = Finding(found, "config.json with an object", why, remedy, errors=ALL)
+    return None
+
+
+def _broken_weights(found: str) -> Finding:
+    expected = "model.safetensors, or all shards with model.safetensors.index.json"
+    why = "The tensors' names and shapes are looked up in the headers of these files."
+    return Finding(found, expected, why, "Copy the files again, or save the drafter again.", errors=ALL)
+
+
+def read_repository(name: str, revision: str | None) -> Checkpoint:
+    """Read a repository of the Hub: its small files, and of its weights only the headers.
+
+    Args:
+        name: Repository id.
+        revision: Branch, tag or commit; None for the default branch.
+
+    Returns:
+        What could be read, and what went wrong with the rest.
+    """
+    try:
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=_SMALL_FILES))
+    except _NETWORK_ERRORS as error:
+        found = f"no folder {name}, and no such repository: {str(error).strip().splitlines()[0]}"
+        expected = "a folder, or a repository that can be reached"
+        why, remedy = (
+            "There is nothing to look at.",
+            "Check the spelling, the revision, the network and the access token.",
+        )
+        missing = {"folder": Finding(found, expected, why, remedy, errors=ALL)}
+        return Checkpoint(name, revision, unreadable=missing)
+    if any(folder.glob("*.safetensors")):
+        return read_folder(folder, name, revision)
+    unreadable: dict[str, Finding] = {}
+    config = _read_config_file(folder / "config.json", unreadable)
+    headers = _fetch_headers(name, revision, unreadable)
+    files = frozenset(entry.name for entry in folder.iterdir())
+    return Checkpoint(name, revision, files, config, headers, _base_model(folder, config), unreadable)
+
+
+def _fetch_headers(name: str, revision: str | None, unreadable: dict[str, Finding]) -> TensorHeaders | None:
+    try:
+        metadata = get_safetensors_metadata(name, revision=revision)
+    except (NotASafetensorsRepoError, SafetensorsParsingError, *_NETWORK_ERRORS) as error:
+        unreadable["weights_file"] = _broken_weights(f"{name}: {str(error).strip().splitlines()[0]}")
+        return None
+    return {
+        tensor: (info.dtype, tuple(info.shape))
+        for file in metadata.files_metadata.values()
+        for tensor, info in file.tensors.items()
+    }
+
+
+def _base_model(folder: Path, config: dict[str, Any] | None) -> str | None:
+    """The target, where `config.json` or the model card names it."""
+    named = (config or {}).get("base_model")
+    if named is None and (folder / "README.md").is_file():
+        try:
+            named = (metadata_load(folder / "README.md") or {}).get("base_model")
+        except (ValueError, YAMLError):
+            # A card that cannot be read names nothing; no reader of the drafter looks at it.
+            return None
+    named = named[0] if isinstance(named, list) and named else named
+    return named if isinstance(named, str) else None
