@@ -23,6 +23,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # A launcher and its ranks often get the same signal, and the launcher passes its own on: within this many seconds it
 # is one request.
 SAME_REQUEST_S = 1.0
+# The number of no signal.
+STOP = b"\0"
 
 
 class TrainingInterrupted(SystemExit):
@@ -75,6 +77,9 @@ class Interrupts(TrainerCallback):
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
+        # Closing alone does not end the thread: workers of a dataloader, forked meanwhile, hold the same pipe, and
+        # outlive an error as long as its traceback does.
+        os.write(self._pipe[1], STOP)
         os.close(self._pipe[1])
         if self._thread is not None:
             self._thread.join()
@@ -86,7 +91,7 @@ class Interrupts(TrainerCallback):
             signal.raise_signal(self.received)
 
     def _read(self, descriptor: int) -> None:
-        while number := os.read(descriptor, 1):
+        while (number := os.read(descriptor, 1)) != STOP:
             if number[0] in SIGNALS:
                 self._receive(signal.Signals(number[0]))
         os.close(descriptor)
