@@ -14,6 +14,7 @@ part, written as JSON.
 import gc
 import json
 import math
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -47,6 +48,7 @@ class Benchmark:
 
     def __init__(self, args: BenchmarkArguments):
         self.args = args
+        args.check_machine()
         self.device = torch.device(args.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
         several = self.device.type == "cuda" and torch.cuda.device_count() > 1
         self.target_device = torch.device(args.target_device or ("cuda:1" if several else self.device))
@@ -62,6 +64,7 @@ class Benchmark:
         self.cases = self.find_cases()
         for case in self.cases:
             case.document_lengths(args.num_documents, self.shape.drafter["block_size"])
+        self.write_json({})
         torch.manual_seed(0)
         self.rate = product_rate(self.device)
         self.results: dict[str, Any] = {
@@ -87,10 +90,25 @@ class Benchmark:
         return [Case(self.args.num_tokens or case.num_tokens, self.args.num_anchors or case.num_anchors)]
 
     def write(self) -> None:
-        if self.args.output:
-            path = Path(self.args.output)
+        self.write_json(self.results)
+
+    def write_json(self, results: dict[str, Any]) -> None:
+        """Replace the output file whole: a run that is killed leaves the rows it had. Nothing yet is a trial."""
+        if not self.args.output:
+            return
+        path = Path(self.args.output)
+        aside = path.with_name(f"{path.name}.part")
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self.results, indent=1) + "\n")
+            if path.is_dir():
+                raise IsADirectoryError("it is a folder")
+            aside.write_text(json.dumps(results, indent=1) + "\n")
+            if results:
+                os.replace(aside, path)
+            else:
+                aside.unlink()
+        except OSError as error:
+            raise OSError(f"output={str(path)!r} cannot be written ({error}). Give a file that can be.") from error
 
     def add(self, case: Case, part: str, measured: dict[str, Any], work: float | None = None, **more: Any) -> None:
         """Add a row to the results, print it and write the file."""

@@ -2,12 +2,15 @@
 """The benchmark's options."""
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
+import torch
 from benchmark_peers import PEERS
-from benchmark_variants import OPTIMIZERS, VARIANTS, check_variant
+from benchmark_variants import NO_TORCHAO, OPTIMIZERS, VARIANTS, check_variant, float8_recipe
 
 
 PARTS = ("target", "transfer", "drafter", "step")
+OBJECTIVES = ("cross_entropy", "dpace")
 
 
 @dataclass
@@ -63,15 +66,69 @@ class BenchmarkArguments:
             unknown = set(words(getattr(self, name))) - set(known)
             if unknown:
                 raise ValueError(f"{name} has {sorted(unknown)}; choose from {', '.join(known)}, with commas between.")
-        if not words(self.variants):
-            raise ValueError(f"variants names none; choose from {', '.join(VARIANTS)}.")
+        if self.objective not in OBJECTIVES:
+            raise ValueError(f"objective is {self.objective!r}; choose one of {', '.join(OBJECTIVES)}.")
+        for name, known in (("variants", VARIANTS), ("parts", PARTS)):
+            if not words(getattr(self, name)):
+                raise ValueError(f"{name} names none; choose from {', '.join(known)}.")
         for variant in words(self.variants):
             check_variant(variant)
-        for name, minimum in (("repeats", 1), ("warmup", 0), ("num_documents", 1), ("checked_blocks", 0)):
-            if getattr(self, name) < minimum:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least {minimum}.")
-        if (self.cases or self.sweep) and (self.num_tokens or self.num_anchors):
+        self._check_numbers()
+        if (self.cases is not None or self.sweep) and (self.num_tokens or self.num_anchors):
             raise ValueError("num_tokens and num_anchors name one case; leave them out beside cases or sweep.")
+        if self.cases is not None and (self.sweep or not words(self.cases)):
+            raise ValueError(
+                f"cases is {self.cases!r} and sweep is {self.sweep}: give one or more cases such as 2048x512, or "
+                "sweep, which brings its own."
+            )
+
+    def _check_numbers(self) -> None:
+        minima = {"repeats": 1, "warmup": 0, "num_documents": 1, "checked_blocks": 0, "context_noise": 0}
+        for name, minimum in (minima | {"num_tokens": 1, "num_anchors": 1}).items():
+            value = getattr(self, name)
+            # False for nan too.
+            if value is not None and not minimum <= value < float("inf"):
+                raise ValueError(f"{name} is {value}; expected at least {minimum}.")
+        if not 0 < self.epoch_tokens < float("inf"):
+            raise ValueError(f"epoch_tokens is {self.epoch_tokens}; expected the tokens of an epoch, more than 0.")
+
+    def check_machine(self) -> None:
+        """Refuse what this machine lacks, which would only be missed once everything before it was made and timed.
+
+        Raises:
+            ValueError: Naming the device or the package.
+        """
+        for name in ("device", "target_device"):
+            _check_device(name, getattr(self, name))
+        for peer in words(self.peers):
+            if find_spec(peer) is None:
+                raise ValueError(
+                    f"peers names {peer}, which is not installed here. Install it (`pip install --no-deps {peer}`), "
+                    "or leave it out."
+                )
+        if "specforge" in words(self.peers) and self.num_documents > 1:
+            raise ValueError(
+                f"num_documents is {self.num_documents}, and SpecForge would let documents see each other: the work "
+                "would not be the same. Give num_documents 1, or leave this peer out."
+            )
+        wanted = [word for word in words(self.variants) if float8_recipe(word)]
+        wanted += [word for word in words(self.optimizer) if word == "adamw_8bit"]
+        if wanted and find_spec("torchao") is None:
+            raise ValueError(NO_TORCHAO.format(wanted[0], "it is not installed"))
+
+
+def _check_device(name: str, device: str | None) -> None:
+    if device is None:
+        return
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"{name} is {device!r}, which is no device of torch; expected cpu or cuda:N.") from error
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"{name} is {device!r}, and {torch.cuda.device_count()} GPUs are visible, counted from 0. Give one of "
+            "them, or leave it out."
+        )
 
 
 def words(text: str | None) -> list[str]:
