@@ -31,10 +31,12 @@ from dflash_hf.runs.launching import end_together
 from dflash_hf.runs.planning import check_memory, make_plan
 from dflash_hf.runs.preflight import preflight
 from dflash_hf.runs.profiling import ProfileCallback
+from dflash_hf.runs.resuming import check_writable
 from dflash_hf.target.frozen_target import FrozenTarget
 from dflash_hf.target.pairs import place_target, placements
 from dflash_hf.target.synthetic import random_target, read_target_config, synthetic_documents
 from dflash_hf.training.adapting import adapt, check_continuing
+from dflash_hf.training.objectives import compares_distributions
 
 
 CONFIG = Path(__file__).resolve().parent / "qwen3.6-27b" / "config.yaml"
@@ -89,7 +91,9 @@ def main() -> None:
     try:
         check_sources(recipe)
         placements(args)  # stops at once where the layout does not fit the GPUs
-    except ValueError as error:
+        if args.process_index == 0:
+            check_writable(Path(args.output_dir))
+    except (ValueError, OSError) as error:
         raise SystemExit(f"{sys.argv[0]}: error: {error}") from None
     set_seed(args.seed)
     with end_together():
@@ -101,6 +105,10 @@ def main() -> None:
 
 def check_sources(recipe: RecipeArguments) -> None:
     """Exactly one source of documents, and real ones only for a real target."""
+    for name, minimum in (("num_synthetic_documents", 0), ("synthetic_length", 4), ("profile_steps", 0)):
+        value = getattr(recipe, name)
+        if value < minimum:
+            raise ValueError(f"{name} is {value}; expected {minimum} or more.")
     if (recipe.completions is None) == (recipe.num_synthetic_documents == 0):
         raise ValueError(
             f"completions is {recipe.completions} and num_synthetic_documents is {recipe.num_synthetic_documents}: "
@@ -191,6 +199,7 @@ def load_target(recipe: RecipeArguments, args: DFlashTrainingArguments, taps: li
     given, args.target_model_init_kwargs = args.target_model_init_kwargs or {}, None
     assert isinstance(given, dict)  # a JSON string becomes a dict in TrainingArguments
     options = {"compile_target": args.compile_target, "allow_slow_target": args.allow_slow_target}
+    options["final_states"] = compares_distributions(args.objective)
     if recipe.random_target_config:
         if device is None:
             raise SystemExit(
