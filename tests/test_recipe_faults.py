@@ -29,7 +29,7 @@ def test_a_plan_counts_all_layers_where_the_target_gives_its_distribution(tmp_pa
 def test_an_output_folder_that_cannot_be_written_is_refused_before_anything_is_loaded(run, mode, tmp_path):  # noqa: F811
     (tmp_path / "output").write_text("a file in its place")
     with pytest.raises(SystemExit, match=r"written into output_dir=.*give another one") as caught:
-        run(*mode, "--random_target_config", str(tmp_path / "missing.json"))
+        run(*mode)
     assert caught.value.code != 0
 
 
@@ -39,9 +39,13 @@ def test_an_output_folder_that_cannot_be_written_is_refused_before_anything_is_l
         (["--num_synthetic_documents", "-3"], "num_synthetic_documents is -3; expected 0 or more"),
         (["--synthetic_length", "1"], "synthetic_length is 1"),
         (["--profile_steps", "-1"], "profile_steps is -1"),
+        (["--target", "/no/target"], r"target is '/no/target': there is no such file or folder"),
+        (["--drafter", "./drafter"], r"drafter is './drafter'.*owner/name"),
+        (["--random_target_config", "/no/config.json"], r"random_target_config is '/no/config.json'"),
+        (["--resume_from_checkpoint", "outputs/checkpoint-3"], r"no folder here.*or true"),
     ],
 )
-def test_counts_below_their_least_are_refused(run, words, message):  # noqa: F811
+def test_what_is_wrong_on_the_command_line_is_said_before_anything_is_loaded(run, words, message):  # noqa: F811
     with pytest.raises(SystemExit, match=message):
         run(*words)
 

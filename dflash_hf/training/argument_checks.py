@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers.integrations import get_reporting_integration_callbacks
 
 from .objectives import make_objective
 
@@ -22,6 +23,7 @@ NUMBERS: tuple[tuple[tuple[str, ...], str, Callable[[float], bool]], ...] = (
         "at least 1",
         lambda v: 1 <= v < INFINITY,
     ),
+    (("seed", "data_seed"), "in 0 to 4294967295", lambda v: 0 <= v < 2**32),
     (("dataloader_num_workers",), "0 or more", lambda v: 0 <= v < INFINITY),
     (
         ("logging_steps", "save_steps", "eval_steps"),
@@ -51,6 +53,8 @@ def check_values(args: Any) -> None:
             f"num_train_epochs={args.num_train_epochs} must be more than 0, and finite, where max_steps is not given: "
             "nothing would be trained. To evaluate alone, call evaluate()."
         )
+    # Raises for a name that it does not know, as the Trainer would later.
+    get_reporting_integration_callbacks(args.report_to)
     # The block size only gives a default here.
     make_objective(
         args.objective,
