@@ -319,5 +319,7 @@ def _or_null(convert: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _suggestion(name: str, known: Iterable[str]) -> str:
-    closest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f": did you mean {closest[0]}?" if closest else ": no known name is close to it"
+    # Without the dashes, which make all options look alike.
+    words = {word.lstrip("-"): word for word in known}
+    closest = difflib.get_close_matches(name.lstrip("-"), words, n=1, cutoff=0.5)
+    return f": did you mean {words[closest[0]]}?" if closest else ": no known name is close to it"
