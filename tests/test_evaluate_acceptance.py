@@ -253,9 +253,9 @@ def test_the_readme_commands_are_understood(run):
     commands = [
         line.split()[2:] for line in text.splitlines() if line.startswith("python recipes/evaluate_acceptance")
     ]
-    assert len(commands) == 3
+    assert len(commands) == 4
     arguments = sys.modules["evaluate_acceptance"].EvaluationArguments
-    local, server, _ = [parse_config((arguments,), words)[0] for words in commands]
+    _, local, server, _ = [parse_config((arguments,), words)[0] for words in commands]
     assert len(local.drafters) == 2 and set(local.presets + server.presets) <= set(PRESETS)
     assert server.server == ["http://localhost:8000"]
 
