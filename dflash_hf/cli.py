@@ -25,7 +25,8 @@ import re
 import sys
 import types
 from argparse import Action, ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -71,6 +72,19 @@ def parse_config(
     except (ValueError, OSError) as error:
         print(f"{parser.prog}: error: {error}\n(`{parser.prog} --help` lists all options.)", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+@contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    """Round what reads a recipe's options, data or configurations: an error there is said without a traceback.
+
+    Raises:
+        SystemExit: In place of a ValueError or OSError, with its message.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"{sys.argv[0]}: error: {error}") from error
 
 
 class ConfigArgumentParser(HfArgumentParser):

@@ -10,9 +10,6 @@ need, `--preflight true` tries everything out on the machine; neither trains.
 """
 
 import json
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +24,7 @@ from dflash_hf import (
     DFlashTrainingArguments,
     load_documents,
 )
-from dflash_hf.cli import parse_config
+from dflash_hf.cli import errors_in_one_line, parse_config
 from dflash_hf.data.manifest import read_manifest
 from dflash_hf.runs.launching import end_together
 from dflash_hf.runs.planning import check_memory, make_plan
@@ -100,15 +97,6 @@ def main() -> None:
                 dry_run(recipe, args)
         else:
             train(recipe, args)
-
-
-@contextmanager
-def errors_in_one_line() -> Iterator[None]:
-    """What is wrong with options, data or configurations is said without a traceback."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"{sys.argv[0]}: error: {error}") from error
 
 
 def check_sources(recipe: RecipeArguments) -> None:

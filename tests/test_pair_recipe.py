@@ -97,7 +97,12 @@ def test_the_dry_run_of_a_drafter_that_continues_plans_what_is_changed(monkeypat
     sys.argv[sys.argv.index("8")] = "4"
     module.main()
     assert eight > 1.5 * json.loads((tmp_path / "dry_run.json").read_text())["drafter_seconds"]
-    # A shape beside a drafter that has one is refused by the dry run as by the run.
+    # A drafter that is not there, and a shape beside one that has its own, are refused by the dry run as by the run.
+    folder = sys.argv.index("--drafter") + 1
+    sys.argv[folder] += "/nothing"
+    with pytest.raises(SystemExit, match=r"error: .*/nothing is neither a folder nor a repository id"):
+        module.main()
+    sys.argv[folder] = sys.argv[folder].removesuffix("/nothing")
     sys.argv += ["--num_layers", "3"]
     with pytest.raises(SystemExit, match="num_layers cannot be given together with drafter"):
         module.main()
