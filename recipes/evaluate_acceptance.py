@@ -63,9 +63,7 @@ class EvaluationArguments:
     enable_thinking: bool | None = field(default=None, metadata={"help": "Handed to the chat template if given."})
     dtype: str = field(default="auto", metadata={"help": "Type of the target; auto is the checkpoint's own."})
     device: str | None = field(default=None, metadata={"help": "Device of the models; a GPU if there is one."})
-    check_walk: bool = field(
-        default=True, metadata={"help": "Compare decoding with the walk."}
-    )
+    check_walk: bool = field(default=True, metadata={"help": "Compare decoding with the walk."})
     use_cache: bool = field(
         default=True, metadata={"help": "False decodes slowly, for targets whose caches cannot be rolled back."}
     )
