@@ -22,7 +22,7 @@ from .publishing.model_card import CardOptions
 from .publishing.training_facts import TrainingFacts
 from .runs.checkpointing import decided_by_main, rotate, write_checkpoint
 from .runs.guards import StepGuard, check_can_learn, first_nonfinite_parameter
-from .runs.interrupts import Interrupts, TrainingInterrupted
+from .runs.interrupts import Interrupts, TrainingInterrupted, spare_workers
 from .runs.record import run_record, write_record
 from .runs.remote_checkpoints import RemoteCheckpointCallback
 from .runs.resumed_state import EVALUATION_DUE, DueEvaluation, GivenSettings, check_steps_left, tell_of_schedule
@@ -173,7 +173,7 @@ class DFlashTrainer(Trainer):
         """The parent's dataloader; data given to `evaluate` may be chats or documents, as in the constructor."""
         if eval_dataset is not None and not isinstance(eval_dataset, str):
             eval_dataset = self._pack(eval_dataset)
-        return super().get_eval_dataloader(eval_dataset)
+        return spare_workers(super().get_eval_dataloader(eval_dataset))
 
     def get_test_dataloader(self, test_dataset):
         """The parent's dataloader; data given to `predict` may be chats or documents, as in the constructor."""
@@ -343,7 +343,7 @@ class DFlashTrainer(Trainer):
         """The parent's dataloader, whose batches stay on the host until the prefetcher sends them where they go."""
         dataloader: Any = super().get_train_dataloader()
         dataloader.device = None
-        return dataloader
+        return spare_workers(dataloader)
 
     def _build_accelerator_args(self, **kwargs):
         return pair_accelerator_args(super()._build_accelerator_args(**kwargs), self.args)
