@@ -29,6 +29,7 @@ from .runs.resumed_state import EVALUATION_DUE, DueEvaluation, GivenSettings, ch
 from .runs.resuming import prepare_output, resume_folder
 from .target.frozen_target import FrozenHead, FrozenTarget
 from .target.pairs import PairCallback, make_pair, pair_accelerator_args
+from .target.startup_times import StartupCallback
 from .training.adapting import check_continuing
 from .training.batches import SetEpoch, data_seed, make_collator, pack_rows, without_repeated_rows
 from .training.context_noise import add_context_noise
@@ -155,6 +156,7 @@ class DFlashTrainer(Trainer):
         self._step_sums = BlockSums.zeros(config.block_size, args.device)
         self._guard = StepGuard(drafter, args.max_nonfinite_steps, scaled=self.accelerator.scaler is not None)
         self._interrupts = Interrupts(args.world_size)
+        self.add_callback(StartupCallback(self))
         self.add_callback(TrainingFacts(self))
         self.add_callback(self._guard)
         self.add_callback(self._interrupts)
