@@ -33,7 +33,7 @@ from benchmark_parts import (
     transfer_side,
 )
 from benchmark_peers import PEERS
-from benchmark_report import describe, profile_table, table
+from benchmark_report import describe, profile_table, quantity, table
 from benchmark_shapes import (
     Case,
     Shape,
@@ -41,7 +41,6 @@ from benchmark_shapes import (
     make_batch,
     make_drafter,
     make_head,
-    shapes,
     target_work,
     uneven_lengths,
 )
@@ -65,26 +64,21 @@ class Benchmark:
 
     def __init__(self, args: BenchmarkArguments):
         self.args = args
-        self.device = torch.device(args.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+        self.device = args.drafter_device
         several = self.device.type == "cuda" and torch.cuda.device_count() > 1
         self.target_device = torch.device(args.target_device or ("cuda:1" if several else self.device))
         cuda = self.device.type == "cuda"
         self.mixed_precision = cuda if args.bf16 is None else args.bf16
         self.dtype = torch.bfloat16 if self.mixed_precision else torch.float32
-        name = args.shape or ("qwen3.6-27b" if cuda else "tiny")
-        if name not in shapes():
-            raise ValueError(f"shape is {name!r}; choose one of {', '.join(shapes())}.")
-        self.shape: Shape = shapes()[name]
+        self.shape: Shape = args.find_shape()
         self.parts, self.variants = words(args.parts), words(args.variants)
         self.optimizers = words(args.optimizer)
-        self.cases = self.find_cases()
-        for case in self.cases:
-            case.document_lengths(args.num_documents, self.shape.drafter["block_size"])
+        self.cases = args.find_cases()
         torch.manual_seed(0)
         self.rate = product_rate(self.device)
         self.results: dict[str, Any] = {
             "arguments": asdict(args),
-            "shape": name,
+            "shape": args.shape_name,
             "device": torch.cuda.get_device_name(self.device) if cuda else "cpu",
             "target_device": str(self.target_device),
             "torch": torch.__version__,
@@ -93,16 +87,11 @@ class Benchmark:
             "rows": [],
         }
         compiled = "compiled layers" if args.compile else "nothing but flex attention and the loss compiled"
-        print(f"{self.results['device']}, torch {torch.__version__}, shape {name}, {self.dtype}, {compiled}")
-        print(f"A square matrix product runs at {self.rate / 1e12:.4g} TFLOP/s.")
-
-    def find_cases(self) -> list[Case]:
-        if self.args.sweep:
-            return self.shape.sweep
-        if self.args.cases:
-            return [Case.parse(word) for word in words(self.args.cases)]
-        case = self.shape.case
-        return [Case(self.args.num_tokens or case.num_tokens, self.args.num_anchors or case.num_anchors)]
+        print(
+            f"{self.results['device']}, torch {torch.__version__}, shape {args.shape_name}, {self.dtype}, {compiled}"
+        )
+        print(f"A square matrix product runs at {quantity(self.rate, 'FLOP/s')}.")
+        print(f"Hours are those of an epoch of {args.epoch_tokens:,.0f} tokens (--epoch_tokens).")
 
     def write(self) -> None:
         if self.args.output:

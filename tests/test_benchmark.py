@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark at its tiny shape: what it counts, what it refuses to time, and what it writes down."""
 
+import importlib.util
 import json
 import re
 import shlex
@@ -22,6 +23,7 @@ import benchmark  # noqa: E402
 import benchmark_parts  # noqa: E402
 from benchmark_check import naive_loss  # noqa: E402
 from benchmark_peers import PEERS  # noqa: E402
+from benchmark_report import quantity  # noqa: E402
 from benchmark_shapes import (  # noqa: E402
     Case,
     drafter_work,
@@ -126,6 +128,11 @@ def test_a_wrong_loss_is_not_timed(wrong, monkeypatch):
     monkeypatch.setattr(benchmark_parts, "drafter_loss", broken)
     with pytest.raises(ValueError, match="differs from its naive twin"):
         step.check(2 if wrong == "last_chunk" else 16)
+
+
+def test_quantities_have_a_prefix_that_fits():
+    values = {0: "0 B", 45: "45 B", 1000: "1 kB", 45.47e6: "45.47 MB", 122.5e12: "122.5 TB", 3e15: "3000 TB"}
+    assert {value: quantity(value, "B") for value in values} == values
 
 
 def test_sides_are_timed_in_turns_and_gradients_dropped():
@@ -233,11 +240,37 @@ def test_a_peer_without_documents_is_refused():
         (["--cases", "64x62"], "room for 59 anchors"),
         (["--shape", "huge"], "qwen3.6-27b"),
         (["--repeats", "0"], "repeats"),
+        (["--objective", "kl"], "cross_entropy, dpace"),
+        (["--target_device", "cuda:99"], "target_device is cuda:99, and torch sees"),
     ],
 )
 def test_what_cannot_be_timed_is_refused(words, message):
     with pytest.raises(ValueError, match=message):
         benchmark.main([*QUICK, *words])
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--peers", "speculators"], "speculators, which is not installed"),
+        (["--optimizer", "adamw,adamw_8bit"], "adamw_8bit needs torchao"),
+        (["--variants", "plain,gradient_checkpointing+float8"], "float8 needs torchao"),
+    ],
+)
+def test_what_is_not_installed_is_told_before_anything_is_timed(words, message, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=message):
+        parse_config(benchmark.BenchmarkArguments, words)
+
+
+def test_peers_that_would_not_be_timed_or_do_other_work_are_refused(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    for words, message in (
+        (["--parts", "step"], "add drafter to parts"),
+        (["--num_documents", "2"], "see each other"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse_config(benchmark.BenchmarkArguments, ["--peers", "specforge", *words])
 
 
 def test_batches_have_the_anchors_asked_for_within_the_row():
@@ -265,7 +298,8 @@ def test_kernels_are_grouped_by_name(kernel, group):
     assert kernel_group(kernel) == group
 
 
-def test_the_documented_commands_parse():
+def test_the_documented_commands_parse(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     text = (ROOT / "recipes/qwen3.6-27b/README.md").read_text() + benchmark.__doc__
     commands = re.findall(r"python recipes/benchmark\.py[^#\n]*", text.replace("\\\n", " "))
     assert len(commands) >= 4
