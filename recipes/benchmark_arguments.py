@@ -20,7 +20,8 @@ class BenchmarkArguments:
     """What is timed, at which shape, and how often."""
 
     shape: str | None = field(
-        default=None, metadata={"help": "tiny or qwen3.6-27b; by default the latter on a GPU, else the former."}
+        default=None,
+        metadata={"help": "tiny, smollm2-135m or qwen3.6-27b; by default the last on a GPU, else the first."},
     )
     parts: str = field(default="drafter", metadata={"help": f"Commas between some of {', '.join(PARTS)}."})
     num_tokens: int | None = field(default=None, metadata={"help": "Tokens of the row; the shape's own if unset."})

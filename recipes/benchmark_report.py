@@ -36,6 +36,11 @@ def describe(row: dict[str, Any]) -> str:
             f"{max(found['relative_gradient_differences'].values()):.2g}"
         )
         words.append(f"ours takes {row['drafter_time_over_this']:.3f} of its time")
+    if "target_time_over_this" in row:
+        words.append(
+            f"the target takes {row['target_time_over_this']:.3f} of its time, features within "
+            f"{row['feature_difference']:.2g}"
+        )
     if "against" in row:
         words.append(_against(row["against"]))
     if "optimizer_adds" in row:

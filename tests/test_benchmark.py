@@ -24,7 +24,15 @@ import benchmark_parts  # noqa: E402
 from benchmark_check import naive_loss  # noqa: E402
 from benchmark_peers import PEERS  # noqa: E402
 from benchmark_report import quantity  # noqa: E402
-from benchmark_shapes import Case, drafter_work, make_batch, make_drafter, make_head, shapes  # noqa: E402
+from benchmark_shapes import (  # noqa: E402
+    Case,
+    drafter_work,
+    make_batch,
+    make_drafter,
+    make_head,
+    shapes,
+    uneven_lengths,
+)
 from benchmark_timing import Side, kernel_group, measure  # noqa: E402
 
 
@@ -151,7 +159,7 @@ def test_all_parts_are_timed_and_written(tmp_path, capsys):
     benchmark.main([*QUICK, *words, "--epoch_tokens", "1e6", "--cases", "64x8,128x16", "--output", str(output)])
     results = json.loads(output.read_text())
     rows = {(row["case"], row["part"]): row for row in results["rows"]}
-    parts = ["drafter", "drafter+adamw", "target", "transfer", "step"]
+    parts = ["drafter", "drafter+adamw", "target", "target, documents one by one", "transfer", "step"]
     assert set(rows) == {(case, part) for case in ("64x8", "128x16") for part in parts}
     for row in rows.values():
         assert row["tokens_per_second"] == pytest.approx(row["num_tokens"] / row["seconds"])
@@ -167,6 +175,22 @@ def test_all_parts_are_timed_and_written(tmp_path, capsys):
     groups = drafter["profile"]["seconds_by_group"]
     assert {"matrix products", "attention", "elementwise", "loss"} <= set(groups)
     assert "| 128 | 16 | step |" in capsys.readouterr().out
+
+
+def test_a_dense_target_is_timed_beside_documents_one_by_one(capsys):
+    words = ["--parts", "target", "--num_documents", "5", "--cases", "128x16"]
+    target, twin = benchmark.main([*QUICK, *words])["rows"]
+    assert (target["part"], twin["part"]) == ("target", benchmark.ONE_BY_ONE)
+    assert twin["target_time_over_this"] == pytest.approx(target["seconds"] / twin["seconds"])
+    assert 0 <= twin["feature_difference"] < 1e-5 and "features within" in capsys.readouterr().out
+    lengths = uneven_lengths(128, 5)
+    assert sum(lengths) == 128 and len(set(lengths)) == 5 and min(lengths) > 0
+
+
+def test_a_target_that_computes_something_else_is_seen(monkeypatch):
+    real = benchmark.make_targets
+    monkeypatch.setattr(benchmark, "make_targets", lambda *args: (real(*args)[0], real(*args)[1]))
+    assert benchmark.main([*QUICK, "--parts", "target"])["rows"][1]["feature_difference"] > 0.1
 
 
 def test_a_sweep_that_breaks_keeps_its_rows(tmp_path, monkeypatch):
