@@ -13,6 +13,7 @@ from benchmark_variants import OPTIMIZERS, state_tensors
 from transformers import AutoModelForCausalLM
 
 from dflash_hf import DFlashDraftModel, FrozenTarget
+from dflash_hf.target.dense import PackedDense
 from dflash_hf.target.frozen_target import FrozenHead
 from dflash_hf.trainer import add_context_noise, compile_layers
 from dflash_hf.training.drafter_loss import drafter_loss
@@ -161,21 +162,33 @@ class DrafterStep:
         }
 
 
-def make_target(shape: Shape, device: torch.device, dtype: torch.dtype) -> FrozenTarget:
-    """A random target of the shape, without the layers that no tap needs."""
+def make_targets(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[FrozenTarget, FrozenTarget | None]:
+    """A random target of the shape, without the layers that no tap needs, and its twin.
+
+    The twin runs the same layers with a call of attention for each document; None where not all attention is full.
+    """
     with device:
         model = AutoModelForCausalLM.from_config(shape.target, dtype=dtype)
     taps = shape.drafter["target_layer_ids"]
     target = FrozenTarget(model, taps, compile_target=True)
+    twin = FrozenTarget(model, taps, packed=True) if PackedDense.fits(model.get_decoder()) else None
     del model.get_decoder().layers[taps[-1] + 1 :]
-    return target
+    return target, twin
 
 
-def target_side(target: FrozenTarget, batch: dict[str, Any]) -> Side:
+def feature_difference(
+    target: FrozenTarget, twin: FrozenTarget, input_ids: torch.Tensor, lengths: list[list[int]]
+) -> float:
+    """By how much the features of both differ, relative to their size."""
+    features, expected = (t.context_hidden_states(input_ids, lengths) for t in (target, twin))
+    return relative_difference(features.float(), expected.float())
+
+
+def target_side(target: FrozenTarget, input_ids: torch.Tensor, lengths: list[list[int]], name: str = "target") -> Side:
     """The target's forward to the hidden states of a batch."""
-    input_ids = batch["input_ids"].to(target.device)
+    input_ids = input_ids.to(target.device)
     shared = num_bytes(list(target.model.parameters()))
-    return Side("target", lambda: target.context_hidden_states(input_ids, batch["document_lengths"]), (), shared)
+    return Side(name, lambda: target.context_hidden_states(input_ids, lengths), (), shared)
 
 
 def transfer_side(context: torch.Tensor, source: torch.device, device: torch.device) -> Side:

@@ -5,9 +5,10 @@ In reading order:
 
 - the target itself: `frozen_target` (load, place, call), `features` (to the tapped hidden states of each document),
   `packing` (which documents share a forward), `startup_check` (documents must not see each other);
-- the packed forwards: `kernels` (what mixes tokens), `dense`, `qwen3_5`;
+- the packed forwards: `kernels` (what mixes tokens), `kernel_cache` (where they stay once tuned), `document_masks`,
+  `dense`, `qwen3_5`;
 - beside the drafter: `topology` (which devices), `pairs` (from the training arguments to a target beside each one),
   `feature_transfer` (across to the drafter's device), `lookahead` and `prefetch` (later batches meanwhile),
-  `throughput` (where the time goes);
+  `throughput` (where the time of a step goes), `startup_times` (and that of the start);
 - `synthetic`: a target of random weights, for measuring without any download.
 """

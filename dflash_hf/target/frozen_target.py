@@ -22,10 +22,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from ..configuration_dflash import DFlashDraftConfig
 from .dense import PackedDense
 from .features import PackedForward, packed_features, padded_features
+from .kernel_cache import keep_tuned_kernels
 from .kernels import LINEAR_ATTENTION_FLOOR, delta_kernels_available, transformers_delta_rule
 from .packing import Piece, document_pieces
 from .qwen3_5 import PackedQwen35
 from .startup_check import packing_fault
+from .startup_times import StartupTimes
 
 
 logger = logging.getLogger(__name__)
@@ -135,8 +137,9 @@ class FrozenTarget:
         packed (`bool`, *optional*):
             Whether documents may share a row of the target's forward, where its layers allow it and after a check at
             the first call; by default on CUDA.
-        compile_target: Whether to compile the layers of a Qwen3.5/3.6 target on CUDA, which takes up to a minute;
-            quantised ones are left as they are.
+        compile_target: Whether to compile, on CUDA, the layers of a Qwen3.5/3.6 target, which takes up to a minute
+            (quantised ones are left as they are), or the attention of other targets over packed documents, which
+            takes some seconds and is what makes small targets fast.
         allow_slow_target: Whether a hybrid target may run on CUDA without flash-linear-attention.
         final_states: Whether all layers are kept and run, for objectives that compare with the target's distribution.
         **init_kwargs: Arguments of `AutoModelForCausalLM.from_pretrained`.
@@ -166,6 +169,8 @@ class FrozenTarget:
                 f"target_model_init_kwargs={init_kwargs} were given together with a loaded target model: they are "
                 "arguments of from_pretrained. Pass the target's id or folder, or leave them out."
             )
+        self.startup = StartupTimes()
+        self.startup.begin("load_target")
         # A model of the user's keeps all its layers; one loaded here is nobody else's.
         owned = isinstance(model, str | Path)
         if isinstance(model, str | Path):
@@ -199,6 +204,8 @@ class FrozenTarget:
         self._unchecked: PackedForward | None = None
         if (on_cuda if packed is None else packed) and len(devices) == 1:
             self._unchecked = self._packable(compile_target and on_cuda)
+        self._kernel_folder = keep_tuned_kernels() if on_cuda and isinstance(self._unchecked, PackedQwen35) else None
+        self.startup.end("load_target", self.device)
 
     def _packable(self, compiled: bool) -> PackedForward | None:
         """The packed path that this target's layers have, to be checked at the first call."""
@@ -206,9 +213,12 @@ class FrozenTarget:
         if PackedQwen35.fits(decoder):
             compiled = compiled and not _quantised(self.model)
             return PackedQwen35(decoder, self.target_layer_ids, compiled, final_states=self.final_states)
-        if PackedDense.fits(decoder):
-            return PackedDense(decoder, self._read_taps)
-        self._say_padded("only Qwen3.5/3.6 layers, and full attention by sdpa, are packed")
+        compiled = compiled and PackedDense.compiles(decoder)
+        if compiled or PackedDense.fits(decoder):
+            return PackedDense(decoder, self._read_taps, compiled)
+        self._say_padded(
+            "only Qwen3.5/3.6 layers, full attention by sdpa and, compiled on a GPU, sliding attention are packed"
+        )
         return None
 
     def _say_padded(self, reason: str) -> None:
@@ -228,6 +238,16 @@ class FrozenTarget:
         """Ids after which the target stops generating, by its generation config."""
         eos = self.model.generation_config.eos_token_id
         return [eos] if isinstance(eos, int) else eos
+
+    def tuning_notice(self) -> str | None:
+        """What to tell whoever waits for the first forward, if that compiles and tunes."""
+        if self._unchecked is None or self.device.type != "cuda" or not isinstance(self._unchecked, PackedQwen35):
+            return None
+        kept = "at each launch" if self._kernel_folder is None else f"once per machine (kept in {self._kernel_folder})"
+        return (
+            "The target's layers are compiled and its kernels tuned before the first step: a minute or two, "
+            f"{kept}; the log says what each part took."
+        )
 
     def check_drafter(self, config: DFlashDraftConfig) -> None:
         """Refuse a drafter that was made for another target.
@@ -284,7 +304,11 @@ class FrozenTarget:
         input_ids = input_ids.to(self.device, non_blocking=True)
         # Under the drafter's autocast a document's features would depend on who asks for them.
         with torch.autocast(self.device.type, enabled=False):
-            return self._features(self._checked_packing(rows * width), input_ids, pieces)
+            packed = self._checked_packing(rows * width)
+            self.startup.begin("first_target_forward")
+            states = self._features(packed, input_ids, pieces)
+        self.startup.end("first_target_forward", states.device)
+        return states
 
     def _context_of(self, states: torch.Tensor) -> torch.Tensor:
         return states[..., : -self.config.hidden_size] if self.final_states else states
@@ -306,14 +330,25 @@ class FrozenTarget:
         with self._lock:
             if self._unchecked is not None:
                 packed, self._unchecked = self._unchecked, None
+                self.startup.begin("check_target")
                 with self._few_layers(packed), transformers_delta_rule():
-                    reader, reference = partial(self._features_of, packed), partial(self._features_of, None)
+                    reader, reference = partial(self._tuned_features_of, packed), partial(self._features_of, None)
                     fault = packing_fault(reader, reference, self.target_layer_ids, self._vocab_size, tokens)
+                self.startup.end("check_target", self.device)
                 if fault is None:
                     self._packed = packed
                 else:
                     self._say_padded(fault)
         return self._packed
+
+    def _tuned_features_of(
+        self, packed: PackedForward, input_ids: torch.Tensor, document_lengths: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """[`_features_of`], whose first call compiles and tunes."""
+        self.startup.begin("tune_target")
+        states = self._features_of(packed, input_ids, document_lengths)
+        self.startup.end("tune_target", states.device)
+        return states
 
     def _features_of(
         self, packed: PackedForward | None, input_ids: torch.Tensor, document_lengths: Sequence[Sequence[int]]
