@@ -12,6 +12,7 @@ from .runs.record import CHANGES
 from .runs.remote_store import check_address
 from .target.feature_transfer import FEATURE_COPIES
 from .target.topology import LAYOUTS, check_world_size
+from .training.argument_checks import check_values
 from .training.objectives import OBJECTIVES
 
 
@@ -212,6 +213,7 @@ class DFlashTrainingArguments(TrainingArguments):
         for name, choices in (("target_layout", LAYOUTS), ("feature_copies", FEATURE_COPIES)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(choices)}.")
+        check_values(self)
         check_world_size(self.world_size)
         for name in ("bf16_full_eval", "fp16_full_eval"):
             if getattr(self, name):

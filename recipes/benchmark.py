@@ -15,6 +15,7 @@ part, written as JSON.
 import gc
 import json
 import math
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -74,6 +75,7 @@ class Benchmark:
         self.parts, self.variants = words(args.parts), words(args.variants)
         self.optimizers = words(args.optimizer)
         self.cases = args.find_cases()
+        self.write_json({})
         torch.manual_seed(0)
         self.rate = product_rate(self.device)
         self.results: dict[str, Any] = {
@@ -94,10 +96,25 @@ class Benchmark:
         print(f"Hours are those of an epoch of {args.epoch_tokens:,.0f} tokens (--epoch_tokens).")
 
     def write(self) -> None:
-        if self.args.output:
-            path = Path(self.args.output)
+        self.write_json(self.results)
+
+    def write_json(self, results: dict[str, Any]) -> None:
+        """Replace the output file whole: a run that is killed leaves the rows it had. Nothing yet is a trial."""
+        if not self.args.output:
+            return
+        path = Path(self.args.output)
+        aside = path.with_name(f"{path.name}.part")
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self.results, indent=1) + "\n")
+            if path.is_dir():
+                raise IsADirectoryError("it is a folder")
+            aside.write_text(json.dumps(results, indent=1) + "\n")
+            if results:
+                os.replace(aside, path)
+            else:
+                aside.unlink()
+        except OSError as error:
+            raise OSError(f"output={str(path)!r} cannot be written ({error}). Give a file that can be.") from error
 
     def add(self, case: Case, part: str, measured: dict[str, Any], work: float | None = None, **more: Any) -> None:
         """Add a row to the results, print it and write the file."""

@@ -69,22 +69,26 @@ class BenchmarkArguments:
             unknown = set(words(getattr(self, name))) - set(known)
             if unknown:
                 raise ValueError(f"{name} has {sorted(unknown)}; choose from {', '.join(known)}, with commas between.")
-        if not words(self.variants):
-            raise ValueError(f"variants names none; choose from {', '.join(VARIANTS)}.")
+        for name, known in (("variants", VARIANTS), ("parts", PARTS)):
+            if not words(getattr(self, name)):
+                raise ValueError(f"{name} names none; choose from {', '.join(known)}.")
         for variant in words(self.variants):
             check_variant(variant)
-        for name, minimum in (("repeats", 1), ("warmup", 0), ("num_documents", 1), ("checked_blocks", 0)):
-            if getattr(self, name) < minimum:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least {minimum}.")
-        if (self.cases or self.sweep) and (self.num_tokens or self.num_anchors):
+        self._check_numbers()
+        if (self.cases is not None or self.sweep) and (self.num_tokens or self.num_anchors):
             raise ValueError("num_tokens and num_anchors name one case; leave them out beside cases or sweep.")
+        if self.cases is not None and (self.sweep or not words(self.cases)):
+            raise ValueError(
+                f"cases is {self.cases!r} and sweep is {self.sweep}: give one or more cases such as 2048x512, or "
+                "sweep, which brings its own."
+            )
         for name, known in (("shape", (None, *shapes())), ("objective", OBJECTIVES)):
             if getattr(self, name) not in known:
                 choices = ", ".join(filter(None, known))
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {choices}.")
+        self._check_devices()
         for case in self.find_cases():
             case.document_lengths(self.num_documents, self.find_shape().drafter["block_size"])
-        self._check_devices()
         self._check_installed()
         self._check_peers()
 
@@ -108,9 +112,23 @@ class BenchmarkArguments:
             return [Case.parse(word) for word in words(self.cases)]
         return [Case(self.num_tokens or shape.case.num_tokens, self.num_anchors or shape.case.num_anchors)]
 
+    def _check_numbers(self) -> None:
+        minima = {"repeats": 1, "warmup": 0, "num_documents": 1, "checked_blocks": 0, "context_noise": 0}
+        for name, minimum in (minima | {"num_tokens": 1, "num_anchors": 1}).items():
+            value = getattr(self, name)
+            # False for nan too.
+            if value is not None and not minimum <= value < float("inf"):
+                raise ValueError(f"{name} is {value}; expected at least {minimum}.")
+        if not 0 < self.epoch_tokens < float("inf"):
+            raise ValueError(f"epoch_tokens is {self.epoch_tokens}; expected the tokens of an epoch, more than 0.")
+
     def _check_devices(self) -> None:
         for name in ("device", "target_device"):
-            device = torch.device(getattr(self, name) or "cpu")
+            given = getattr(self, name) or "cpu"
+            try:
+                device = torch.device(given)
+            except RuntimeError as error:
+                raise ValueError(f"{name} is {given!r}, which is no device of torch; give cpu or cuda:N.") from error
             if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
                 raise ValueError(f"{name} is {device}, and torch sees {torch.cuda.device_count()} GPUs here.")
 

@@ -30,10 +30,13 @@ from dflash_hf.runs.launching import end_together
 from dflash_hf.runs.planning import check_memory, make_plan
 from dflash_hf.runs.preflight import preflight
 from dflash_hf.runs.profiling import ProfileCallback
+from dflash_hf.runs.remote_store import is_remote
+from dflash_hf.runs.resuming import check_writable
 from dflash_hf.target.frozen_target import FrozenTarget
 from dflash_hf.target.pairs import place_target, placements
 from dflash_hf.target.synthetic import random_target, read_target_config, synthetic_documents
 from dflash_hf.training.adapting import adapt, check_continuing
+from dflash_hf.training.objectives import compares_distributions
 
 
 CONFIG = Path(__file__).resolve().parent / "qwen3.6-27b" / "config.yaml"
@@ -88,8 +91,11 @@ def main() -> None:
     )
     with errors_in_one_line():
         check_sources(recipe)
+        resumed_checkpoint(args)
         check_shape(recipe)
         placements(args)  # stops at once where the layout does not fit the GPUs
+        if args.process_index == 0:
+            check_writable(Path(args.output_dir))
     set_seed(args.seed)
     with end_together():
         if recipe.dry_run:
@@ -101,6 +107,12 @@ def main() -> None:
 
 def check_sources(recipe: RecipeArguments) -> None:
     """Exactly one source of documents, and real ones only for a real target."""
+    for name, minimum in (("num_synthetic_documents", 0), ("synthetic_length", 4), ("profile_steps", 0)):
+        value = getattr(recipe, name)
+        if value < minimum:
+            raise ValueError(f"{name} is {value}; expected {minimum} or more.")
+    for name in ("target", "drafter", "random_target_config"):
+        check_exists(name, getattr(recipe, name))
     if (recipe.completions is None) == (recipe.num_synthetic_documents == 0):
         raise ValueError(
             f"completions is {recipe.completions} and num_synthetic_documents is {recipe.num_synthetic_documents}: "
@@ -111,6 +123,28 @@ def check_sources(recipe: RecipeArguments) -> None:
             "random_target_config has no tokenizer for completions, and nothing is learned from random weights. Give "
             "--num_synthetic_documents N with it, or leave it out."
         )
+
+
+def check_exists(name: str, given: str | None) -> None:
+    """Refuse a path to nothing, which would be taken for the name of a Hub repository."""
+    if given is None or Path(given).exists():
+        return
+    if given.count("/") > 1 or given.startswith(("/", ".", "~")):
+        raise ValueError(
+            f"{name}: {given} is neither a folder nor a repository id (owner/name), nor is there such a file (working "
+            f"directory: {Path.cwd()}). Check the path."
+        )
+
+
+def resumed_checkpoint(args: DFlashTrainingArguments) -> str | bool | None:
+    """What to resume from: "true" means the last checkpoint in output_dir, as in Python."""
+    resume = {"true": True, "false": None}.get(str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint)
+    if isinstance(resume, str) and not is_remote(resume) and not Path(resume).is_dir():
+        raise ValueError(
+            f"resume_from_checkpoint is {resume!r}, which is no folder here (working directory: {Path.cwd()}). "
+            "Give a checkpoint-N of an earlier run, or true for the newest complete one of output_dir."
+        )
+    return resume
 
 
 def check_shape(recipe: RecipeArguments) -> None:
@@ -196,6 +230,7 @@ def load_target(recipe: RecipeArguments, args: DFlashTrainingArguments, taps: li
     given, args.target_model_init_kwargs = args.target_model_init_kwargs or {}, None
     assert isinstance(given, dict)  # a JSON string becomes a dict in TrainingArguments
     options = {"compile_target": args.compile_target, "allow_slow_target": args.allow_slow_target}
+    options["final_states"] = compares_distributions(args.objective)
     if recipe.random_target_config:
         if device is None:
             raise SystemExit(
@@ -247,9 +282,7 @@ def train(recipe: RecipeArguments, args: DFlashTrainingArguments) -> None:
     if recipe.profile_steps:
         start = args.measure_alone_steps + 5
         trainer.add_callback(ProfileCallback(args.output_dir, recipe.profile_steps, start))
-    # "true" means the last checkpoint in output_dir, as in Python.
-    resume = {"true": True, "false": None}.get(str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint)
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train(resume_from_checkpoint=resumed_checkpoint(args))
     trainer.save_state()
     if recipe.random_target_config:
         return  # nothing was learned

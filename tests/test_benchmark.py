@@ -240,11 +240,20 @@ def test_a_peer_without_documents_is_refused():
         (["--cases", "64x62"], "room for 59 anchors"),
         (["--shape", "huge"], "qwen3.6-27b"),
         (["--repeats", "0"], "repeats"),
+        (["--parts", ","], "parts names none"),
+        (["--cases", ","], "one or more cases"),
+        (["--cases", "64x8", "--sweep"], "one or more cases"),
+        (["--num_anchors", "0"], "num_anchors is 0"),
+        (["--num_tokens", "-5"], "num_tokens is -5"),
+        (["--context_noise", "nan"], "context_noise is nan"),
+        (["--epoch_tokens", "0"], "epoch_tokens is 0"),
         (["--objective", "kl"], "cross_entropy, dpace"),
+        (["--device", "gpu"], "device is 'gpu'"),
         (["--target_device", "cuda:99"], "target_device is cuda:99, and torch sees"),
     ],
 )
-def test_what_cannot_be_timed_is_refused(words, message):
+def test_what_cannot_be_timed_is_refused(words, message, monkeypatch):
+    monkeypatch.setattr(benchmark, "product_rate", lambda device: pytest.fail("time is spent before the refusal"))
     with pytest.raises(ValueError, match=message):
         benchmark.main([*QUICK, *words])
 
@@ -271,6 +280,29 @@ def test_peers_that_would_not_be_timed_or_do_other_work_are_refused(monkeypatch)
     ):
         with pytest.raises(ValueError, match=message):
             parse_config(benchmark.BenchmarkArguments, ["--peers", "specforge", *words])
+
+
+def test_an_output_that_cannot_be_written_is_refused_at_once(monkeypatch, tmp_path):
+    monkeypatch.setattr(benchmark, "product_rate", lambda device: pytest.fail("time is spent before the refusal"))
+    (tmp_path / "file").write_text("")
+    for output in (tmp_path, tmp_path / "file" / "results.json"):
+        with pytest.raises(OSError, match="cannot be written"):
+            benchmark.main([*QUICK, "--output", str(output)])
+
+
+def test_a_run_killed_while_it_writes_keeps_the_rows_it_had(tmp_path, monkeypatch):
+    output, real = tmp_path / "results.json", Path.write_text
+
+    def cut_short(path, text):
+        if text.count('"part"') > 1:
+            real(path, text[: len(text) // 2])
+            raise KeyboardInterrupt
+        return real(path, text)
+
+    monkeypatch.setattr(Path, "write_text", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.main([*QUICK, "--cases", "64x8,128x16", "--output", str(output)])
+    assert [row["case"] for row in json.loads(output.read_text())["rows"]] == ["64x8"]
 
 
 def test_batches_have_the_anchors_asked_for_within_the_row():

@@ -168,6 +168,8 @@ def test_slot_terms_are_one_graph_with_the_same_values_and_gradients(divergence)
     [
         ({"name": "kl", "temperature": 0.0}, "loss_temperature=0.0"),
         ({"name": "kl", "temperature": float("inf")}, "loss_temperature=inf"),
+        ({"name": "kl", "temperature": float("nan")}, "loss_temperature=nan"),
+        ({"name": "kl", "temperature": 1e-39}, r"loss_temperature=1e-39 must be .* at least 0\.001"),
         ({"name": "lk", "cross_entropy_share": 1.5}, "cross_entropy_share=1.5"),
         ({"name": "kl", "slot_weights": "flat"}, "slot_weights='flat'"),
         ({"name": "dpace", "temperature": 0.5}, "have no effect"),
@@ -234,3 +236,34 @@ def test_running_products_equal_cumprod_with_zeros_too():
     (fast,) = torch.autograd.grad((running_products(factors) * weights).sum(), factors)
     (naive,) = torch.autograd.grad((factors.cumprod(-1) * weights).sum(), factors)
     torch.testing.assert_close(fast, naive)
+
+
+@pytest.mark.parametrize("ruled_out", ["a_token", "a_label"])
+@pytest.mark.parametrize("name", COMPARING)
+def test_a_token_that_the_head_rules_out_spoils_nothing(name, ruled_out):
+    """A head may give -inf for ids that it never wants; both sides go through it."""
+    hidden, labels, _, target = ragged_batch()
+    unused = VOCAB - 1
+    labels = torch.where(labels == unused, 0, labels)
+    if ruled_out == "a_label":
+        labels = torch.where(labels == 1, unused, labels)
+        assert (labels == unused).any()
+
+    def without(states):
+        return head()(states).index_fill(-1, torch.tensor([unused]), -math.inf)
+
+    def small(states):
+        return head()(states)[..., :unused]
+
+    losses, gradients = [], []
+    for one, vocab, given in ((without, VOCAB, labels), (small, unused, torch.where(labels == unused, 0, labels))):
+        hidden.grad = None
+        # With "dpace" weights the probability of the label matters too.
+        objective = make_objective(name, BLOCK, slot_weights="decay")
+        loss, _ = frozen_head_loss(hidden, given, one, objective, vocab, target=target)
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append(hidden.grad)
+    assert losses[0].isfinite()
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*gradients)

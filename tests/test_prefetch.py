@@ -270,9 +270,11 @@ class FailsAtBatch5(DFlashTrainer):
         self.target._read_taps = counted
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-def test_a_failing_target_ends_the_run_cleanly(depth, tmp_path):
-    trainer = make_trainer(tmp_path, depth, trainer_class=FailsAtBatch5)
+@pytest.mark.parametrize(("depth", "workers"), [(0, 0), (2, 0), (2, 1)])
+def test_a_failing_target_ends_the_run_cleanly(depth, workers, tmp_path):
+    """Workers of the dataloader are alive then, since the traceback holds what iterates over them."""
+    arguments = {"num_documents": 20, "dataloader_num_workers": workers}
+    trainer = make_trainer(tmp_path, depth, trainer_class=FailsAtBatch5, **arguments)
     start = time.monotonic()
     with pytest.raises(ArithmeticError, match="fifth forward breaks"):
         trainer.train()
@@ -374,3 +376,48 @@ def test_time_is_not_counted_while_evaluating(tmp_path):
 def test_arguments_out_of_range_are_refused(name, value, tmp_path):
     with pytest.raises(ValueError, match=f"{name}="):
         DFlashTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **{name: value})
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_loop_that_survives_an_error_goes_on(depth):
+    """Whether it leaves the batch out or starts anew, as a search for a batch size that fits does."""
+    ahead = prefetcher(Recorder([], fail_at=3), depth)
+    got = []
+    for _ in range(2):
+        for batch in ahead.look_ahead(batches(6), NO_DATALOADER):
+            try:
+                got.append(ahead.context_hidden_states(batch).item())
+            except ArithmeticError:
+                got.append("error")
+    with pytest.raises(ArithmeticError):
+        for batch in ahead.look_ahead(batches(6), NO_DATALOADER):
+            ahead.context_hidden_states(batch)
+    anew = [ahead.context_hidden_states(batch).item() for batch in ahead.look_ahead(batches(3), NO_DATALOADER)]
+    ahead.close()
+    assert got == [0, 1, 2, "error", 4, 5] * 2 and anew == [0, 1, 2] and not target_threads()
+
+
+def test_a_forward_that_outlives_its_run_takes_no_part_in_the_next(monkeypatch):
+    monkeypatch.setattr("dflash_hf.target.prefetch.CLOSING_SECONDS", 0.01)
+    log, may_end = [], threading.Event()
+
+    class Stuck(Recorder):
+        def context_hidden_states(self, input_ids, document_lengths=None):
+            if not log:
+                log.append("stuck")
+                may_end.wait(20)
+            return super().context_hidden_states(input_ids, document_lengths)
+
+    ahead = prefetcher(Stuck(log), 1)
+    next(ahead.look_ahead(batches(3), NO_DATALOADER))
+    until(lambda: log == ["stuck"])
+    (old,) = target_threads()
+    ahead.close()
+    got = []
+    for batch in ahead.look_ahead(batches(3), NO_DATALOADER):
+        got.append(ahead.context_hidden_states(batch).item())
+        may_end.set()
+        old.join(20)
+        assert old not in target_threads() and len(target_threads()) == 1
+    ahead.close()
+    assert got == [0, 1, 2] and not target_threads()

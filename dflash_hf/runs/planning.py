@@ -2,7 +2,8 @@
 """What a run will need, from configurations and documents alone: devices, memory, tokens, steps and hours.
 
 Useful work is counted as 2 operations per weight and token for the target; for the drafter 6 per layer weight and
-slot, 6 per `fc`, key and value weight and context token, and 4 per head weight and slot.
+slot, 6 per `fc`, key and value weight and context token, and 4 per head weight and slot (6 where an objective needs
+the target's logits too).
 """
 
 import math
@@ -22,6 +23,7 @@ from ..target.frozen_target import check_fits
 from ..target.topology import Placement
 from ..training.adapting import scan_token_ids
 from ..training.batches import ANCHOR_BUCKET
+from ..training.objectives import compares_distributions
 from ..training_args import DFlashTrainingArguments
 
 
@@ -120,7 +122,7 @@ def make_plan(
     anchors, slots = _anchors(rows, args)
     shared = placements[0].drafter == placements[0].target[0]
     target = _TargetShape(text_config, drafter_config.target_layer_ids or [], args)
-    drafter = _DrafterShape(drafter_config, rows.num_tokens / len(rows), slots)
+    drafter = _DrafterShape(drafter_config, rows.num_tokens / len(rows), slots, compares_distributions(args.objective))
     rate, is_measured = bf16_product_rate(args.device)
     halves = (
         per_step * 2 * target.read_parameters * drafter.tokens / (rate * TARGET_EFFICIENCY),
@@ -202,12 +204,15 @@ def bf16_product_rate(device: torch.device, size: int = 8192) -> tuple[float, bo
 
 
 class _DrafterShape:
-    """Work and memory of the drafter on a row of so many tokens and anchors."""
+    """Work and memory of the drafter on a row of so many tokens and anchors.
 
-    def __init__(self, config: DFlashDraftConfig, tokens: float, anchors: float):
+    An objective that `compares` takes the target's logits through the head too, of its final hidden states.
+    """
+
+    def __init__(self, config: DFlashDraftConfig, tokens: float, anchors: float, compares: bool):
         with torch.device("meta"):
             drafter = DFlashDraftModel(config)
-        self.config, self.tokens, self.anchors = config, tokens, anchors
+        self.config, self.tokens, self.anchors, self.compares = config, tokens, anchors, compares
         self.parameters = sum(p.numel() for p in drafter.parameters())
         self.slots = anchors * config.block_size
         names = {name: p.numel() for name, p in drafter.named_parameters()}
@@ -218,7 +223,8 @@ class _DrafterShape:
         on_slots = self.parameters - names["fc.weight"]
         # Slot 0 does not go through the head.
         head_slots = self.slots - anchors
-        self.operations = 6 * on_slots * self.slots + 6 * of_context * tokens + 4 * self.head * head_slots
+        of_head = (6 if compares else 4) * self.head * head_slots
+        self.operations = 6 * on_slots * self.slots + 6 * of_context * tokens + of_head
         # fp32 weights, gradients and AdamW's two moments.
         self.weight_bytes = 16.0 * self.parameters
         # The target's embedding and head in bf16, where the target is on another device.
@@ -230,14 +236,14 @@ class _DrafterShape:
         heads = config.num_attention_heads * config.head_dim
         per_slot = 24 * config.hidden_size + 6 * config.intermediate_size + 8 * heads
         layers = 1 if args.gradient_checkpointing else config.num_hidden_layers
-        features = self.tokens * config.hidden_size * len(config.target_layer_ids or [])
+        features = self.tokens * config.hidden_size * (len(config.target_layer_ids or []) + self.compares)
         waiting = (args.prefetch_depth + 1) * 2
         batch = args.per_device_train_batch_size
         return batch * (layers * per_slot * self.slots + (2 * 4 + waiting) * features) + CHUNK_BYTES
 
 
 class _TargetShape:
-    """Weights and memory of the target, cut after the last tap."""
+    """Weights and memory of the target, cut after the last tap unless the objective needs its distribution."""
 
     def __init__(self, config: PreTrainedConfig, taps: list[int], args: DFlashTrainingArguments):
         with torch.device("meta"):
@@ -245,7 +251,8 @@ class _TargetShape:
         layers = [sum(p.numel() for p in layer.parameters()) for layer in model.get_decoder().layers]
         self.parameters = sum(p.numel() for p in model.parameters())
         # What a token passes; embedding and head stay on the device beside it.
-        self.read_parameters = sum(layers[: taps[-1] + 1])
+        compares = compares_distributions(args.objective)
+        self.read_parameters = sum(layers if compares else layers[: taps[-1] + 1])
         given = args.target_model_init_kwargs if isinstance(args.target_model_init_kwargs, dict) else {}
         name = str(given.get("dtype") or config.dtype or "float32").removeprefix("torch.")
         size = 2 if name in ("auto", "bfloat16", "float16") else 4
@@ -256,7 +263,7 @@ class _TargetShape:
         tokens = args.row_length * args.per_device_train_batch_size
         layer = 4 * config.intermediate_size + 16 * config.hidden_size
         # One batch of hidden states is copied away while the next one is made.
-        self.working_bytes = float(tokens * size * (layer + 2 * config.hidden_size * len(taps)))
+        self.working_bytes = float(tokens * size * (layer + 2 * config.hidden_size * (len(taps) + compares)))
 
 
 def _quantised_bits(quantization: Any) -> float:

@@ -2,6 +2,7 @@
 """Two minutes on a rented machine before days: every part of a run once, each failure with its way out."""
 
 import copy
+import errno
 import gc
 import json
 import os
@@ -60,22 +61,34 @@ def preflight(
         "upload": lambda: check_upload(args, upload_to),
     }
     seconds = {}
-    for name, check in checks.items():
-        start = time.perf_counter()
-        try:
-            check()
-        except Exception as error:
-            raise RuntimeError(f"Preflight failed at: {name}. {error}") from error
-        seconds[name] = time.perf_counter() - start
+    try:
+        for name, check in checks.items():
+            start = time.perf_counter()
+            try:
+                check()
+            except Exception as error:
+                raise RuntimeError(f"Preflight failed at: {name}. {_with_way_out(error)}") from error
+            seconds[name] = time.perf_counter() - start
+            if args.process_index == 0:
+                print(f"preflight: {name}: ok, {seconds[name]:.1f} s", flush=True)
+    finally:
         if args.process_index == 0:
-            print(f"preflight: {name}: ok, {seconds[name]:.1f} s", flush=True)
+            # After a failure too: its half checkpoints may be what fills the disk.
+            shutil.rmtree(folder, ignore_errors=True)
     if args.process_index == 0:
-        shutil.rmtree(folder, ignore_errors=True)
         Path(str(args.output_dir)).mkdir(parents=True, exist_ok=True)
         report = Path(str(args.output_dir)) / "preflight.json"
         report.write_text(json.dumps(seconds, indent=2))
         print(f"preflight: all {len(checks)} checks passed; their seconds are in {report}", flush=True)
     return seconds
+
+
+def _with_way_out(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"{error}: free space, or give an output_dir on a larger disk."
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"{error} Lower row_length, max_anchors_per_row or prefetch_depth, or set gradient_checkpointing."
+    return str(error)
 
 
 class _FixedStates:
@@ -152,6 +165,9 @@ def check_training(
     for name, value in {
         "output_dir": str(folder), "max_steps": 3, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1,
         "eval_strategy": "no", "load_best_model_at_end": False, "push_to_hub": False, "report_to": [],
+        "eval_on_start": False, "logging_strategy": "steps", "save_only_model": False, "save_total_limit": None,
+        # Steps of a preflight are no checkpoints of the run.
+        "remote_checkpoint_dir": None,
     }.items():  # fmt: skip
         setattr(short, name, value)
     trainer: Any = make_trainer(short, None)

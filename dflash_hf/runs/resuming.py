@@ -45,7 +45,7 @@ def prepare_output(trainer: Any) -> None:
         for left in [path for prefix in (SNAPSHOT_PREFIX, STAGING_PREFIX) for path in folder.glob(f"{prefix}*")]:
             shutil.rmtree(left, ignore_errors=True)
     if args.save_strategy != SaveStrategy.NO:
-        _check_writable(folder)
+        check_writable(folder)
         check_disk_space(folder, checkpoint_bytes(trainer.model, None, args.save_only_model))
     if args.save_only_model:
         logger.warning(
@@ -53,7 +53,12 @@ def prepare_output(trainer: Any) -> None:
         )
 
 
-def _check_writable(folder: Path) -> None:
+def check_writable(folder: Path) -> None:
+    """Make a folder and something in it, and remove the latter.
+
+    Raises:
+        OSError: No checkpoint could be written there.
+    """
     probe = folder / f"{ASIDE_PREFIX}probe"
     try:
         probe.mkdir(parents=True, exist_ok=True)
@@ -183,4 +188,4 @@ def _check_drafter(folder: Path, config: DFlashDraftConfig) -> None:
         )
 
 
-__all__ = ["prepare_output", "resume_folder"]
+__all__ = ["check_writable", "prepare_output", "resume_folder"]

@@ -32,10 +32,15 @@ def placement(args: DFlashTrainingArguments) -> Placement:
 
 
 def placements(args: DFlashTrainingArguments) -> list[Placement]:
-    """Devices of all processes on this machine."""
+    """Devices of all processes on this machine, with the target on `target_device` where that is given."""
     num_visible = torch.cuda.device_count() if args.device.type == "cuda" else 0
     ranks = local_world_size(args.world_size)
-    return [place(rank, ranks, num_visible, args.target_layout) for rank in range(ranks)]
+    if args.target_device is None:
+        return [place(rank, ranks, num_visible, args.target_layout) for rank in range(ranks)]
+    # One GPU for each drafter is all that is left to ask of the layout.
+    given = torch.device(args.target_device)
+    drafters = [place(rank, ranks, num_visible, "shared").drafter for rank in range(ranks)]
+    return [Placement("shared" if drafter == given else "paired", drafter, (given,)) for drafter in drafters]
 
 
 def place_target(args: DFlashTrainingArguments) -> tuple[torch.device | None, dict[str, Any]]:

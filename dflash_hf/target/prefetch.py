@@ -85,7 +85,6 @@ class Prefetcher:
         # Batches ordered, begun by the worker, and taken by the drafter or passed over.
         self._ordered = self._started = self._taken = 0
         self._failed = False
-        self._closed = False
         # Where the drafter's device took up its last `depth` batches.
         self._taken_events: deque[torch.cuda.Event] = deque(maxlen=max(depth, 1))
 
@@ -127,22 +126,23 @@ class Prefetcher:
     def wait_until_idle(self) -> None:
         """Return when the target is at rest, so that the caller may run it or change it."""
         with self._changed:
-            if threading.current_thread() is not self._thread:
+            if not self._is_own():
                 self._wait_for(lambda: not self._running and (not self._waiting or not self._may_start()))
 
     def close(self) -> None:
         """Drop what was prefetched and end the thread; a later epoch starts a new one."""
         with self._changed:
-            self._closed = True
+            # A thread that is no longer this one's ends as soon as its forward does.
+            thread, self._thread = self._thread, None
             self._waiting.clear()
             self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(CLOSING_SECONDS)
-            if self._thread.is_alive():
+        if thread is not None:
+            thread.join(CLOSING_SECONDS)
+            if thread.is_alive():
                 logger.warning(
                     f"The target is still busy after {CLOSING_SECONDS} s; its thread ends with the process."
                 )
-        self._thread = self._look_ahead = None
+        self._look_ahead = self._running = None
         self._alone_left = self._alone_batches
         self._forget()
 
@@ -163,6 +163,9 @@ class Prefetcher:
         with self._changed:
             # A loop that left batches out will not come back to them, so they must not keep this one waiting.
             self._taken = pending.number
+            if not pending.is_done:
+                # An error that is behind this batch has been raised, and the loop goes on nevertheless.
+                self._failed = False
             while self._waiting and self._waiting[0].number < pending.number:
                 self._waiting.popleft()
                 self._started += 1
@@ -210,10 +213,10 @@ class Prefetcher:
         self._waiting.clear()
         self._taken_events.clear()
         self._ordered = self._started = self._taken = 0
+        self._failed = False
 
     def _start(self) -> None:
         if self._thread is None or not self._thread.is_alive():
-            self._closed = self._failed = False
             # A daemon, so that a target that never returns cannot keep the process from ending.
             self._thread = threading.Thread(target=self._work, name="dflash-target", daemon=True)
             self._thread.start()
@@ -229,9 +232,9 @@ class Prefetcher:
     def _work(self) -> None:
         while True:
             with self._changed:
-                while not self._closed and not (self._waiting and self._may_start()):
+                while self._is_own() and not (self._waiting and self._may_start()):
                     self._changed.wait()
-                if self._closed:
+                if not self._is_own():
                     return
                 pending = self._running = self._waiting.popleft()
                 pending.start_after = self._take_up_of(self._started - self.depth)
@@ -244,9 +247,14 @@ class Prefetcher:
                 # Whatever it is, the training thread has to see it and end.
                 pending.error = error
             with self._changed:
-                self._failed = pending.error is not None
-                self._running, pending.is_done = None, True
+                pending.is_done = True
+                if self._is_own():
+                    self._failed, self._running = pending.error is not None, None
                 self._changed.notify_all()
+
+    def _is_own(self) -> bool:
+        """Whether the calling thread is the one that works for this prefetcher now."""
+        return threading.current_thread() is self._thread
 
 
 def _recorded_event(device: torch.device) -> torch.cuda.Event:

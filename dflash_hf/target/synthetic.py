@@ -47,8 +47,9 @@ def random_target(
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     target = FrozenTarget(model, target_layer_ids, **options)
-    # Nobody else's, so that it may be cut as one that is loaded is.
-    del target.layers[target_layer_ids[-1] + 1 :]
+    if not target.final_states:
+        # Nobody else's, so that it may be cut as one that is loaded is.
+        del target.layers[target_layer_ids[-1] + 1 :]
     # The target waited for its device.
     target.startup.seconds["load_target"] = perf_counter() - start
     return target

@@ -29,6 +29,7 @@ OBJECTIVES = (
 SLOT_WEIGHTS = ("decay", "dpace")
 # How fast the hybrid of arXiv 2602.23881 turns from KL to total variation as the acceptance grows.
 LK_DECAY = 3.0
+LOWEST_TEMPERATURE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,9 @@ def _wide(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
+    p = log_p.exp()
+    # Tokens that a head rules out have logits of -inf on both sides, whose difference is no number.
+    return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)
 
 
 def _overlap(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
@@ -205,8 +208,7 @@ class Distillation:
 
     def block_losses(self, terms: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
         weights = self.weighting.weights(terms[..., 0].detach(), counted)
-        share = self.cross_entropy_share
-        return weights * (share * terms[..., 0] + (1 - share) * terms[..., 1])
+        return weights * _mixed(self.cross_entropy_share, terms[..., 0], terms[..., 1])
 
     def normalizer(self, counted: torch.Tensor) -> torch.Tensor:
         return self.weighting.normalizer(counted)
@@ -237,11 +239,15 @@ class ExpectedAcceptance:
     def block_losses(self, terms: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
         weights = self.weighting.weights(terms[..., 0].detach(), counted)
         accepted = running_products(torch.where(counted, terms[..., 1], 1.0))
-        share = self.cross_entropy_share
-        return share * weights * terms[..., 0] + (1 - share) * (1 - accepted) * counted
+        return _mixed(self.cross_entropy_share, weights * terms[..., 0], (1 - accepted) * counted)
 
     def normalizer(self, counted: torch.Tensor) -> torch.Tensor:
         return counted.sum().float()
+
+
+def _mixed(share: float, cross_entropy: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    # A share of 0 leaves out even the infinite cross-entropy of a token that the head rules out.
+    return other if share == 0 else share * cross_entropy + (1 - share) * other
 
 
 def running_products(factors: torch.Tensor) -> torch.Tensor:
@@ -255,6 +261,11 @@ def running_products(factors: torch.Tensor) -> torch.Tensor:
 def default_gamma(block_size: int) -> float:
     """The paper's decay lengths, 7, 5 and 4 for blocks of 16, 10 and 8."""
     return min(block_size / 2, 7)
+
+
+def compares_distributions(name: str) -> bool:
+    """Whether an objective compares with the target's distribution, for which all of the target's layers run."""
+    return name not in ("cross_entropy", "dpace")
 
 
 def make_objective(
@@ -306,14 +317,15 @@ def _check(
         raise ValueError(f"dpace_alpha={alpha} must lie in [0, 1]: it mixes the drafter's probability with 1.")
     if slot_weights is not None and slot_weights not in SLOT_WEIGHTS:
         raise ValueError(f"slot_weights={slot_weights!r} is unknown; choose {' or '.join(SLOT_WEIGHTS)}.")
-    if not 0 < temperature < float("inf"):
+    if not LOWEST_TEMPERATURE <= temperature < float("inf"):
         raise ValueError(
-            f"loss_temperature={temperature} must be positive: the target's logits are divided by it. For its greedy "
-            "choice alone take a small one, such as 0.1."
+            f"loss_temperature={temperature} must be a finite number of at least {LOWEST_TEMPERATURE}: the target's "
+            "logits are divided by it, and must not overflow. For its greedy choice alone take a small one, such as "
+            "0.1."
         )
     if not 0 <= cross_entropy_share <= 1:
         raise ValueError(f"cross_entropy_share={cross_entropy_share} must lie in [0, 1]: it mixes two losses.")
-    if name in ("cross_entropy", "dpace") and (slot_weights, temperature, cross_entropy_share) != (None, 1.0, 0.0):
+    if not compares_distributions(name) and (slot_weights, temperature, cross_entropy_share) != (None, 1.0, 0.0):
         raise ValueError(
             f"objective={name!r} reads no distribution of the target and brings its own weights, so slot_weights, "
             "loss_temperature and cross_entropy_share have no effect on it. Leave them unset, or choose an objective "
@@ -331,6 +343,7 @@ __all__ = [
     "ExpectedAcceptance",
     "Objective",
     "SlotTerms",
+    "compares_distributions",
     "default_gamma",
     "make_objective",
 ]
