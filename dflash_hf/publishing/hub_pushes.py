@@ -11,8 +11,8 @@ from transformers.trainer_utils import HubStrategy
 from transformers.utils import hf_api, logging
 from transformers.utils.hub import PushInProgress
 
+from ..data.addresses import describe
 from ..runs.remote_checkpoints import linked_copy
-from ..runs.remote_store import describe
 from ..training.partial_training import plain_drafter
 from .model_card import CardOptions
 from .repository import PLOT_NAME, Publication, build_repository
