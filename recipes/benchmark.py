@@ -27,7 +27,7 @@ from benchmark_parts import DrafterStep, make_target, step_side, target_side, tr
 from benchmark_peers import PEERS
 from benchmark_report import describe, profile_table, table
 from benchmark_shapes import Case, Shape, drafter_work, make_batch, make_drafter, make_head, shapes, target_work
-from benchmark_timing import Side, measure, num_bytes, product_rate, profile
+from benchmark_timing import Side, measure, num_bytes, profile
 from benchmark_variants import (
     FLOAT8_TOLERANCES,
     compare_steps,
@@ -38,6 +38,7 @@ from benchmark_variants import (
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli import parse_config
+from dflash_hf.runs.planning import product_rate
 from dflash_hf.target.frozen_target import FrozenHead
 from dflash_hf.training.losses import Objective, make_objective
 
