@@ -34,7 +34,7 @@ from dflash_hf.runs.profiling import ProfileCallback
 from dflash_hf.target.frozen_target import FrozenTarget
 from dflash_hf.target.pairs import place_target, placements
 from dflash_hf.target.synthetic import random_target, read_target_config, synthetic_documents
-from dflash_hf.training.adapting import adapt, check_continuing
+from dflash_hf.training.adapting import adapt
 
 
 CONFIG = Path(__file__).resolve().parent / "qwen3.6-27b" / "config.yaml"
@@ -211,7 +211,6 @@ def train(recipe: RecipeArguments, args: DFlashTrainingArguments) -> None:
     # Loaded here and not by the trainer, which takes it as it is.
     target = load_target(recipe, args, drafter.config.target_layer_ids)
     tokenizer = None if recipe.random_target_config else AutoTokenizer.from_pretrained(recipe.target)
-    check_continuing(drafter.config, target, tokenizer, train_documents)
 
     def make_trainer(arguments: DFlashTrainingArguments, eval_dataset: Any) -> DFlashTrainer:
         return DFlashTrainer(

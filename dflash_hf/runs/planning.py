@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from ..configuration_dflash import DFlashDraftConfig
 from ..data.collator import check_documents, num_valid_anchors
 from ..data.packing import Documents, PackedDataset
+from ..data.token_ids import check_token_ids
 from ..modeling_dflash import DFlashDraftModel
 from ..target.frozen_target import check_fits
 from ..target.topology import Placement
-from ..training.adapting import scan_token_ids
 from ..training.batches import ANCHOR_BUCKET
 from ..training_args import DFlashTrainingArguments
 
@@ -154,7 +154,7 @@ def _check_together(target_config: PreTrainedConfig, drafter_config: DFlashDraft
     check_fits(drafter_config, target_config, target_config.vocab_size)
     check_documents(documents, drafter_config.block_size)
     assert drafter_config.mask_token_id is not None  # the configuration refuses to be without
-    scan_token_ids(documents, target_config.vocab_size, drafter_config.mask_token_id)
+    check_token_ids(documents, target_config.vocab_size, drafter_config.mask_token_id)
 
 
 def check_memory(plan: Plan, total_bytes: int, num_visible: int) -> None:
