@@ -27,7 +27,8 @@ from .runs.record import run_record, write_record
 from .runs.remote_checkpoints import RemoteCheckpointCallback
 from .runs.resumed_state import EVALUATION_DUE, DueEvaluation, GivenSettings, check_steps_left, tell_of_schedule
 from .runs.resuming import prepare_output, resume_folder
-from .target.frozen_target import FrozenHead, FrozenTarget
+from .target.frozen_target import FrozenTarget
+from .target.head import FrozenHead
 from .target.pairs import PairCallback, make_pair, pair_accelerator_args
 from .training.adapting import check_continuing
 from .training.batches import SetEpoch, data_seed, make_collator, pack_rows, without_repeated_rows

@@ -39,7 +39,7 @@ from benchmark_variants import (
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli import parse_config
 from dflash_hf.runs.planning import product_rate
-from dflash_hf.target.frozen_target import FrozenHead
+from dflash_hf.target.head import FrozenHead
 from dflash_hf.training.losses import Objective, make_objective
 
 

@@ -13,7 +13,7 @@ from benchmark_variants import OPTIMIZERS, state_tensors
 from transformers import AutoModelForCausalLM
 
 from dflash_hf import DFlashDraftModel, FrozenTarget
-from dflash_hf.target.frozen_target import FrozenHead
+from dflash_hf.target.head import FrozenHead
 from dflash_hf.trainer import add_context_noise, compile_layers
 from dflash_hf.training.drafter_loss import drafter_loss
 from dflash_hf.training.losses import IGNORE_INDEX, Objective

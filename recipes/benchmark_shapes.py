@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3_5TextConfig, Qwen3Config
 
 from dflash_hf import DataCollatorForDFlash, DFlashDraftConfig, DFlashDraftModel
-from dflash_hf.target.frozen_target import FrozenHead
+from dflash_hf.target.head import FrozenHead
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -21,7 +21,7 @@ from ..data.collator import check_documents, num_valid_anchors
 from ..data.packing import Documents, PackedDataset
 from ..data.token_ids import check_token_ids
 from ..modeling_dflash import DFlashDraftModel
-from ..target.frozen_target import check_fits
+from ..target.checks import check_fits
 from ..target.topology import Placement
 from ..training.batches import ANCHOR_BUCKET
 from ..training_args import DFlashTrainingArguments

@@ -165,7 +165,7 @@ def check_continuing(
         "with; for a new drafter choose a reserved special token, or a row of the embedding past the tokenizer's "
         "last id."
     )
-    if mask in (target.eos_token_ids or []):
+    if mask in target.eos_token_ids:
         raise ValueError(
             f"mask_token_id={mask} ends the target's texts (eos_token_id of its generation config). {way_out}"
         )
