@@ -7,6 +7,6 @@ In reading order:
   `speculators_conversion` (from another format), `partial_training` (some of its modules), `drafter_adapters` (LoRA);
 - on what: `batches` (from what a trainer was given to packed rows and their order), `context_noise`;
 - for what: `drafter_loss` (from a batch to the loss), `losses` (through the target's frozen head), `objectives` (what
-  slots are held to and how they are weighted);
+  slots are held to and how they are weighted), `evaluation` (what is added up);
 - `optimizers`: Muon beside AdamW.
 """
