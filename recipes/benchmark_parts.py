@@ -10,10 +10,10 @@ from benchmark_check import checked_parameters, naive_head_loss, naive_loss, onl
 from benchmark_shapes import Shape
 from benchmark_timing import Side, num_bytes, synchronize
 from benchmark_variants import OPTIMIZERS, state_tensors
-from transformers import AutoModelForCausalLM
 
 from dflash_hf import DFlashDraftModel, FrozenTarget
 from dflash_hf.target.head import FrozenHead
+from dflash_hf.target.synthetic import random_target
 from dflash_hf.trainer import add_context_noise, compile_layers
 from dflash_hf.training.drafter_loss import drafter_loss
 from dflash_hf.training.losses import IGNORE_INDEX, Objective
@@ -163,12 +163,7 @@ class DrafterStep:
 
 def make_target(shape: Shape, device: torch.device, dtype: torch.dtype) -> FrozenTarget:
     """A random target of the shape, without the layers that no tap needs."""
-    with device:
-        model = AutoModelForCausalLM.from_config(shape.target, dtype=dtype)
-    taps = shape.drafter["target_layer_ids"]
-    target = FrozenTarget(model, taps, compile_target=True)
-    del model.get_decoder().layers[taps[-1] + 1 :]
-    return target
+    return random_target(shape.target, shape.drafter["target_layer_ids"], device, dtype, compile_target=True)
 
 
 def target_side(target: FrozenTarget, batch: dict[str, Any]) -> Side:
