@@ -8,8 +8,8 @@ from naive import naive_drafter, random_drafter
 from tiny import MASK_TOKEN_ID, VOCAB_SIZE, byte_tokenizer, dense_target
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, FrozenTarget
+from dflash_hf.data.document_checks import check_token_ids
 from dflash_hf.data.packing import PackedDataset
-from dflash_hf.data.token_ids import check_token_ids
 from dflash_hf.training.adapting import (
     adapt,
     change_block_size,

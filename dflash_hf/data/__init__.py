@@ -9,6 +9,6 @@ In reading order:
   chat template), `conversations` (in memory);
 - to a folder of documents, resumable: `shards`, `tokenizing` (one file), `tokenize_job` (all files, by several
   processes), `manifest`, `preparation_report` (what a person looks at afterwards);
-- to tensors: `loading` (one call for training data, tokenised already or not), `token_ids` (are they the target's?),
-  `packing` (documents to rows), `collator` (rows to tensors: anchors, labels).
+- to tensors: `loading` (one call for training data, tokenised already or not), `document_checks`, `packing` (documents
+  to rows), `anchors` (which are drawn), `collator` (rows to tensors).
 """

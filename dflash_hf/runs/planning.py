@@ -17,9 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ..configuration_dflash import DFlashDraftConfig
-from ..data.collator import check_documents, num_valid_anchors
+from ..data.anchors import num_valid_anchors
+from ..data.document_checks import check_documents, check_token_ids
 from ..data.packing import Documents, PackedDataset
-from ..data.token_ids import check_token_ids
 from ..modeling_dflash import DFlashDraftModel
 from ..target.checks import check_fits
 from ..target.topology import Placement

@@ -8,11 +8,12 @@ from accelerate.state import GradientState
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
-from ..data.collator import DataCollatorForDFlash, check_documents, num_valid_anchors
+from ..data.anchors import num_valid_anchors
+from ..data.collator import DataCollatorForDFlash
 from ..data.conversations import tokenize_completions
+from ..data.document_checks import check_documents, check_token_ids
 from ..data.manifest import check_documents_fit
 from ..data.packing import PackedDataset, RowSampler, with_sources
-from ..data.token_ids import check_token_ids
 from ..target.frozen_target import FrozenTarget
 from ..training_args import DFlashTrainingArguments
 from .losses import IGNORE_INDEX
