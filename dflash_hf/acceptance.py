@@ -177,10 +177,13 @@ def walked_acceptance_length(
 ) -> float:
     """The acceptance length of the report's own answers by the teacher-forced walk, and a warning if it is another.
 
+    The two are the same at any temperature as long as drafts are the drafter's likeliest tokens: a draft that is
+    rejected is never drawn in its place, so that a sampled answer holds the draft exactly where it was accepted.
+
     Args:
         target: The target that wrote the answers.
         drafter: The drafter of the report.
-        report: Greedy decodings with verifications.
+        report: Decodings with verifications, greedy or sampled, without `sample_drafts`.
         progress: Show a bar.
 
     Returns:

@@ -18,7 +18,7 @@ from .publishing.model_card import CardOptions
 from .publishing.training_facts import TrainingFacts
 from .runs.checkpointing import decided_by_main, rotate, write_checkpoint
 from .runs.guards import StepGuard, check_can_learn, first_nonfinite_parameter
-from .runs.interrupts import Interrupts, TrainingInterrupted
+from .runs.interrupts import Interrupts, TrainingInterrupted, spare_workers
 from .runs.record import run_record, write_record
 from .runs.remote_checkpoints import RemoteCheckpointCallback
 from .runs.resumed_state import EVALUATION_DUE, DueEvaluation, GivenSettings, check_steps_left, tell_of_schedule
@@ -26,6 +26,7 @@ from .runs.resuming import prepare_output, resume_folder
 from .target.frozen_target import FrozenTarget
 from .target.head import FrozenHead
 from .target.pairs import PairCallback, make_pair, pair_accelerator_args
+from .target.startup_times import StartupCallback
 from .training.adapting import check_continuing
 from .training.batches import SetEpoch, data_seed, make_collator, pack_rows, without_repeated_rows
 from .training.context_noise import add_context_noise
@@ -148,6 +149,7 @@ class DFlashTrainer(Trainer):
         self._interrupts = Interrupts(args.world_size)
         self._due_evaluation = DueEvaluation(self)
         self.add_callback(PairCallback(self.throughput, lambda: self.model_wrapped))
+        self.add_callback(StartupCallback(self))
         self.add_callback(TrainingFacts(self))
         self.add_callback(self._guard)
         self.add_callback(self._interrupts)
@@ -163,7 +165,7 @@ class DFlashTrainer(Trainer):
         """The parent's dataloader; data given to `evaluate` may be chats or documents, as in the constructor."""
         if eval_dataset is not None and not isinstance(eval_dataset, str):
             eval_dataset = self._pack(eval_dataset)
-        return super().get_eval_dataloader(eval_dataset)
+        return spare_workers(super().get_eval_dataloader(eval_dataset))
 
     def get_test_dataloader(self, test_dataset):
         """The parent's dataloader; data given to `predict` may be chats or documents, as in the constructor."""
@@ -330,7 +332,7 @@ class DFlashTrainer(Trainer):
         """The parent's dataloader, whose batches stay on the host until the prefetcher sends them where they go."""
         dataloader: Any = super().get_train_dataloader()
         dataloader.device = None
-        return dataloader
+        return spare_workers(dataloader)
 
     def _build_accelerator_args(self, **kwargs):
         return pair_accelerator_args(super()._build_accelerator_args(**kwargs), self.args)

@@ -63,7 +63,7 @@ class EvaluationArguments:
     enable_thinking: bool | None = field(default=None, metadata={"help": "Handed to the chat template if given."})
     dtype: str = field(default="auto", metadata={"help": "Type of the target; auto is the checkpoint's own."})
     device: str | None = field(default=None, metadata={"help": "Device of the models; a GPU if there is one."})
-    check_walk: bool = field(default=True, metadata={"help": "Compare greedy decoding with the walk."})
+    check_walk: bool = field(default=True, metadata={"help": "Compare decoding with the walk."})
     use_cache: bool = field(
         default=True, metadata={"help": "False decodes slowly, for targets whose caches cannot be rolled back."}
     )
@@ -236,7 +236,7 @@ def evaluate(args: EvaluationArguments, results: Results) -> None:
         shapes[name] = {"parameters": drafter.num_parameters(), "block_size": drafter.config.block_size}
         keep = partial(results.keep, name)
         report = measure_acceptance(target, drafter, ids, settings=settings, plain=plain, keep=keep)
-        if args.check_walk and args.temperature == 0:
+        if args.check_walk and not args.sample_drafts:
             results.walked[name] = walked_acceptance_length(target, drafter, report)
         results.write()
 

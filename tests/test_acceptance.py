@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from test_generation import PROMPT, drafter_for, greedy, oracle_for, target_and_answer
+from test_walk import trained_like
 from tiny import dense_target
 from transformers.generation import BaseStreamer
 from transformers.utils import logging as hf_logging
@@ -451,6 +452,17 @@ def test_e5_walk_and_decoding_agree_on_a_reports_answers(name, hugging_face_log)
     hugging_face_log.clear()
     assert walked_acceptance_length(target, drafter, report, progress=False) == report.acceptance_length
     assert not hugging_face_log.records
+
+
+def test_e5_walk_and_decoding_agree_on_sampled_answers():
+    """A rejected draft is never drawn in its place, so the answer holds a draft where it was accepted."""
+    target, answer = target_and_answer("dense")
+    documents = [{"input_ids": answer, "supervised_spans": [[len(PROMPT), len(answer)]]}]
+    settings = DecodingSettings(24, temperature=0.6)
+    drafter = trained_like(target, documents)
+    report = measure_acceptance(target, drafter, [PROMPT, PROMPT[:2], [3, 9]], progress=False, settings=settings)
+    assert report.acceptance_length > 1.1
+    assert walked_acceptance_length(target, drafter, report, progress=False) == report.acceptance_length
 
 
 @pytest.mark.parametrize(("decoded", "warns"), [(0.975, False), (0.965, True), (1.029, False), (1.035, True)])

@@ -196,3 +196,35 @@ def test_a_signal_to_the_launcher_reaches_the_ranks(tmp_path, number):
         assert launcher.wait(60) == 1
     newest = last_complete_checkpoint(tmp_path / "run")
     assert {(tmp_path / f"step-{rank}").read_text() for rank in (0, 1)} == {newest.name.split("-")[1]}
+
+
+def run_with_workers(folder: Path, **arguments) -> tuple[subprocess.Popen, Path]:
+    """A run of its own process group whose batches two workers make."""
+    script, log = folder / "script.py", folder / "log"
+    words = ", ".join(f"{name}={value!r}" for name, value in {"dataloader_num_workers": 2, **arguments}.items())
+    script.write_text(f"import runs\nif __name__ == '__main__':\n    runs.train({str(folder)!r}, {words})\n")
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": paths, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    with log.open("w") as output:
+        run = subprocess.Popen(
+            [sys.executable, str(script)], env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+    return run, log
+
+
+def test_a_signal_to_all_processes_spares_the_workers_of_the_dataloader(tmp_path):
+    """Schedulers send it to the whole group, and torch ends a run whose worker died."""
+    run, log = run_with_workers(tmp_path, seconds=0.05)
+    while not (tmp_path / "step-0").exists():
+        assert run.poll() is None, log.read_text()[-2000:]
+        time.sleep(0.05)
+    os.killpg(run.pid, signal.SIGTERM)
+    assert run.wait(60) == INTERRUPTED_STATUS, log.read_text()[-2000:]
+    newest = last_complete_checkpoint(tmp_path / "run")
+    assert (tmp_path / "step-0").read_text() == newest.name.split("-")[1]
+
+
+def test_a_run_that_fails_ends_although_workers_live(tmp_path):
+    run, log = run_with_workers(tmp_path, seconds=-1.0)
+    assert run.wait(60) == 1
+    assert "ValueError" in log.read_text().splitlines()[-1], log.read_text()[-2000:]

@@ -123,3 +123,19 @@ def test_the_readme_commands_are_targets_of_the_makefile():
     commands = set(re.findall(r"make ([a-z-]+)", (ROOT / "README.md").read_text()))
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     assert {"demo", "test"} <= commands <= targets
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_drafter_of_one_that_accumulates(tmp_path, target_folder, completions):
+    script = "recipes/smollm2-135m/check_ranks.py"
+    words = ["--target", target_folder, "--completions", completions, "--num_layers", "1", "--block_size", "4"]
+    words += ["--row_length", "96", "--max_steps", "4", "--use_cpu", "true", "--mask_token_id", "260"]
+    config = "recipes/accelerate/two_pairs.yaml"
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--main_process_port=0"]
+    run(*launch, script, *words, "--output_dir", tmp_path / "two")
+    one = ["--gradient_accumulation_steps", "2", "--output_dir", tmp_path / "one", "--compare_with", tmp_path / "two"]
+    run(sys.executable, script, *words, *one)
+    two, one = (json.loads((tmp_path / name / "ranks.json").read_text()) for name in ("two", "one"))
+    assert (two["world_size"], one["world_size"]) == (2, 1)
+    assert two["largest_difference_between_ranks"] == 0.0 and len(one["losses"]) == 4
+    assert one["relative_difference_of_weights"] < 1e-5 and one["largest_difference_of_losses"] < 1e-3

@@ -5,6 +5,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +22,43 @@ logger = logging.get_logger(__name__)
 # EX_TEMPFAIL of sysexits.h: nothing is wrong, start again to go on.
 INTERRUPTED_STATUS = 75
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# No signal has this number.
+NO_MORE = b"\0"
 # A launcher and its ranks often get the same signal, and the launcher passes its own on: within this many seconds it
 # is one request.
 SAME_REQUEST_S = 1.0
+
+
+def spare_workers(dataloader: Any) -> Any:
+    """Make the workers of a DataLoader outlive a signal that a scheduler sends to all processes of a run.
+
+    The step that is running needs its batches, and torch ends the run with an error as soon as one of its workers has
+    died of a signal. Workers end with the loader, when the process that made them says so, or when it is gone.
+
+    Args:
+        dataloader: A DataLoader that accelerate has prepared; it is changed and returned.
+    """
+    initialise = partial(_ignore_signals, dataloader.worker_init_fn)
+    # Accelerate's own holds one of torch's, which makes the workers, and passes its arguments on when batches of a
+    # resumed run are skipped.
+    dataloader.worker_init_fn = dataloader.base_dataloader.worker_init_fn = initialise
+    return dataloader
+
+
+def _ignore_signals(initialise: Callable[[int], None] | None, worker_id: int) -> None:
+    if initialise is not None:
+        initialise(worker_id)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The process that made the worker ends it by SIGTERM where it cannot ask, so it depends on the sender.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    threading.Thread(target=_end_for_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_for_parent(parent: int) -> None:
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent:
+        pass
+    os._exit(0)
 
 
 class TrainingInterrupted(SystemExit):
@@ -75,9 +111,11 @@ class Interrupts(TrainerCallback):
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
-        os.close(self._pipe[1])
+        # Closing the pipe would not end the thread: processes that were forked meanwhile hold its other end too.
+        os.write(self._pipe[1], NO_MORE)
         if self._thread is not None:
             self._thread.join()
+        os.close(self._pipe[1])
         self._before, self._pipe, self._thread = {}, None, None
 
     def pass_on(self) -> None:
@@ -86,7 +124,7 @@ class Interrupts(TrainerCallback):
             signal.raise_signal(self.received)
 
     def _read(self, descriptor: int) -> None:
-        while number := os.read(descriptor, 1):
+        while (number := os.read(descriptor, 1)) != NO_MORE:
             if number[0] in SIGNALS:
                 self._receive(signal.Signals(number[0]))
         os.close(descriptor)
@@ -136,4 +174,4 @@ class Interrupts(TrainerCallback):
             raise TrainingInterrupted(state.global_step)
 
 
-__all__ = ["INTERRUPTED_STATUS", "Interrupts", "TrainingInterrupted"]
+__all__ = ["INTERRUPTED_STATUS", "Interrupts", "TrainingInterrupted", "spare_workers"]

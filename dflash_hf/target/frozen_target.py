@@ -22,11 +22,13 @@ from .checks import check_fits, decoder_layers, refuse_slow
 from .dense import PackedDense
 from .features import PackedForward, packed_features, padded_features
 from .head import COMPUTE_TYPES, is_on
+from .kernel_cache import keep_tuned_kernels
 from .kernels import transformers_delta_rule
 from .loading import eos_token_ids, load_config, load_model
 from .packing import Piece, document_pieces
 from .qwen3_5 import PackedQwen35
 from .startup_check import packing_fault
+from .startup_times import StartupTimes
 
 
 logger = logging.getLogger(__name__)
@@ -81,6 +83,8 @@ class FrozenTarget:
                 f"target_model_init_kwargs={init_kwargs} were given together with a loaded target model: they are "
                 "arguments of from_pretrained. Pass the target's id or folder, or leave them out."
             )
+        self.startup = StartupTimes()
+        self.startup.begin("load_target")
         # A model of the user's keeps all its layers; one loaded here is nobody else's.
         owned = isinstance(model, str | Path)
         if isinstance(model, str | Path):
@@ -114,6 +118,8 @@ class FrozenTarget:
         self._unchecked: PackedForward | None = None
         if (on_cuda if packed is None else packed) and len(devices) == 1:
             self._unchecked = self._packable(compile_target and on_cuda)
+        self._kernel_folder = keep_tuned_kernels() if on_cuda and isinstance(self._unchecked, PackedQwen35) else None
+        self.startup.end("load_target", self.device)
 
     def _packable(self, compiled: bool) -> PackedForward | None:
         """The packed path that this target's layers have, to be checked at the first call."""
@@ -142,6 +148,16 @@ class FrozenTarget:
     def eos_token_ids(self) -> list[int]:
         """Ids after which the target stops generating, by its generation config."""
         return eos_token_ids(self.model.generation_config)
+
+    def tuning_notice(self) -> str | None:
+        """What to tell whoever waits for the first forward, if that compiles and tunes."""
+        if self._unchecked is None or self.device.type != "cuda" or not isinstance(self._unchecked, PackedQwen35):
+            return None
+        kept = "at each launch" if self._kernel_folder is None else f"once per machine (kept in {self._kernel_folder})"
+        return (
+            "The target's layers are compiled and its kernels tuned before the first step: a minute or two, "
+            f"{kept}; the log says what each part took."
+        )
 
     def check_drafter(self, config: DFlashDraftConfig) -> None:
         """Refuse a drafter that was made for another target.
@@ -198,7 +214,11 @@ class FrozenTarget:
         input_ids = input_ids.to(self.device, non_blocking=True)
         # Under the drafter's autocast a document's features would depend on who asks for them.
         with torch.autocast(self.device.type, enabled=False):
-            return self._features(self._checked_packing(rows * width), input_ids, pieces)
+            packed = self._checked_packing(rows * width)
+            self.startup.begin("first_target_forward")
+            states = self._features(packed, input_ids, pieces)
+        self.startup.end("first_target_forward", states.device)
+        return states
 
     def _context_of(self, states: torch.Tensor) -> torch.Tensor:
         return states[..., : -self.config.hidden_size] if self.final_states else states
@@ -220,14 +240,25 @@ class FrozenTarget:
         with self._lock:
             if self._unchecked is not None:
                 packed, self._unchecked = self._unchecked, None
+                self.startup.begin("check_target")
                 with self._few_layers(packed), transformers_delta_rule():
-                    reader, reference = partial(self._features_of, packed), partial(self._features_of, None)
+                    reader, reference = partial(self._tuned_features_of, packed), partial(self._features_of, None)
                     fault = packing_fault(reader, reference, self.target_layer_ids, self._vocab_size, tokens)
+                self.startup.end("check_target", self.device)
                 if fault is None:
                     self._packed = packed
                 else:
                     self._say_padded(fault)
         return self._packed
+
+    def _tuned_features_of(
+        self, packed: PackedForward, input_ids: torch.Tensor, document_lengths: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """[`_features_of`], whose first call compiles and tunes."""
+        self.startup.begin("tune_target")
+        states = self._features_of(packed, input_ids, document_lengths)
+        self.startup.end("tune_target", states.device)
+        return states
 
     def _features_of(
         self, packed: PackedForward | None, input_ids: torch.Tensor, document_lengths: Sequence[Sequence[int]]

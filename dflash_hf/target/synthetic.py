@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A target of random weights and documents of random tokens, for measuring speed and memory without any download."""
 
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ def random_target(
     """
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
+    start = perf_counter()
     with torch.random.fork_rng(devices=[device] if torch.device(device).type == "cuda" else []):
         torch.manual_seed(seed)
         with torch.device(device):
@@ -47,6 +49,8 @@ def random_target(
     target = FrozenTarget(model, target_layer_ids, **options)
     # Nobody else's, so that it may be cut as one that is loaded is.
     del target.layers[target_layer_ids[-1] + 1 :]
+    # The target waited for its device.
+    target.startup.seconds["load_target"] = perf_counter() - start
     return target
 
 

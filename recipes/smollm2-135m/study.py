@@ -191,9 +191,7 @@ def decode(study: Study, arguments: StudyArguments) -> dict[str, Any]:
     prompts = [d["input_ids"][: d["supervised_spans"][0][0]].tolist() for d in study.dev[: arguments.decode_prompts]]
     settings = DecodingSettings(arguments.decode_tokens, temperature=arguments.decode_temperature)
     report = measure_acceptance(target, drafter, prompts, settings=settings)
-    walked = None
-    if settings.temperature == 0:
-        walked = walked_acceptance_length(target, drafter, report, progress=False)
+    walked = walked_acceptance_length(target, drafter, report, progress=False)
     print(f"{len(prompts)} prompts decoded: tau {report.acceptance_length:.3f}, by the walk {walked}.")
     return {
         "decoded_acceptance_length": report.acceptance_length,

@@ -17,6 +17,8 @@ from transformers import HfArgumentParser
 
 
 BASELINE = "dpace"
+# Runs of the plot over steps that have a colour: the best ones, and the baseline.
+NAMED_RUNS = 8
 
 
 @dataclass
@@ -135,12 +137,14 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     pyplot = headless_pyplot()
     groups = grouped(results)
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, max(4, 0.28 * len(groups) + 1.5)))
-    for (name, steps), group in groups.items():
+    for place, ((name, steps), group) in enumerate(groups.items()):
         points = sorted(group[0]["acceptance_length"], key=int)
         taus = [mean(result["acceptance_length"][point] for result in group) for point in points]
-        left.plot([int(point) for point in points], taus, marker=".", label=f"{name}, {steps}")
+        named = name == BASELINE or place < NAMED_RUNS
+        style = {"label": f"{name}, {steps}", "zorder": 3} if named else {"color": "0.85"}
+        left.plot([int(point) for point in points], taus, marker=".", **style)
     left.set(xlabel="step", ylabel="acceptance length")
-    left.legend(fontsize=6, ncols=2)
+    left.legend(fontsize=8)
     for place, ((name, _), group) in enumerate(groups.items()):
         taus = [final_tau(result) for result in group]
         right.barh(place, mean(taus), color="tab:red" if name == BASELINE else "tab:blue", alpha=0.5)
@@ -149,7 +153,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     right.set_yticks(range(len(groups)), [f"{name}, {steps}" for name, steps in groups], fontsize=7)
     right.invert_yaxis()
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=80)
     pyplot.close(figure)
 
 
