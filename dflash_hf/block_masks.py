@@ -91,15 +91,15 @@ def written_block_mask(
     partial, full = block_tiles(anchor_positions, document_ids, block_size, window, tile)
     queries = anchor_positions.shape[1] * block_size
     return BlockMask.from_kv_blocks(
-        *_ordered(partial[:, None]),
-        *_ordered(full[:, None]),
+        *ordered_tiles(partial[:, None]),
+        *ordered_tiles(full[:, None]),
         BLOCK_SIZE=tile,
         mask_mod=mask_mod,
         seq_lengths=(queries, document_ids.shape[1] + queries),
     )
 
 
-def _ordered(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Number of marked tiles `[B, 1, rows]` and the key tiles with the marked ones first `[B, 1, rows, columns]`."""
+def ordered_tiles(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Number of marked tiles `[B, 1, rows]` and the key tiles, marked ones first, `[B, 1, rows, columns]`."""
     order = tiles.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
     return tiles.sum(dim=-1, dtype=torch.int32), order.to(torch.int32)

@@ -25,7 +25,8 @@ import re
 import sys
 import types
 from argparse import Action, ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -71,6 +72,19 @@ def parse_config(
     except (ValueError, OSError) as error:
         print(f"{parser.prog}: error: {error}\n(`{parser.prog} --help` lists all options.)", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+@contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    """Round what reads a recipe's options, data or configurations: an error there is said without a traceback.
+
+    Raises:
+        SystemExit: In place of a ValueError or OSError, with its message.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"{sys.argv[0]}: error: {error}") from error
 
 
 class ConfigArgumentParser(HfArgumentParser):
@@ -319,5 +333,7 @@ def _or_null(convert: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _suggestion(name: str, known: Iterable[str]) -> str:
-    closest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f": did you mean {closest[0]}?" if closest else ": no known name is close to it"
+    # Without the dashes, which make all options look alike.
+    words = {word.lstrip("-"): word for word in known}
+    closest = difflib.get_close_matches(name.lstrip("-"), words, n=1, cutoff=0.5)
+    return f": did you mean {words[closest[0]]}?" if closest else ": no known name is close to it"

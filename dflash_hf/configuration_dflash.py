@@ -2,10 +2,12 @@
 """The configuration of a DFlash drafter, in the vocabulary of the published checkpoints."""
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedConfig
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.utils import logging
@@ -174,8 +176,15 @@ class DFlashDraftConfig(Qwen3Config):
 
         Raises:
             ValueError: With everything that is wrong with the file, one a line.
+            FileNotFoundError: There is no such folder, and no repository can have such a name.
         """
-        config_dict, kwargs = cls.get_config_dict(pretrained_model_name_or_path, **kwargs)
+        name = str(pretrained_model_name_or_path)
+        if not Path(name).exists():
+            try:
+                validate_repo_id(name)
+            except HFValidationError as error:
+                raise FileNotFoundError(f"{name} is neither a folder nor a repository id ({error}).") from error
+        config_dict, kwargs = cls.get_config_dict(name, **kwargs)
         return cls.from_dict(config_dict, **kwargs)
 
     @classmethod

@@ -75,7 +75,8 @@ class DFlashTrainingArguments(TrainingArguments):
         target_model_init_kwargs (`dict`, *optional*):
             Arguments of `from_pretrained` for a target given by id or folder.
         compile_target (`bool`, *optional*, defaults to `True`):
-            Whether to compile the layers of a Qwen3.5/3.6 target on CUDA, which takes up to a minute at the start.
+            Whether to compile, on CUDA, the layers of a Qwen3.5/3.6 target, which takes up to a minute at the start,
+            or the attention of other targets over packed documents, which takes some seconds.
         allow_slow_target (`bool`, *optional*, defaults to `False`):
             Whether a hybrid target may run on CUDA without flash-linear-attention.
         drafter_attn_implementation (`str`, *optional*):
@@ -148,7 +149,7 @@ class DFlashTrainingArguments(TrainingArguments):
         default=None, metadata={"help": "Arguments of from_pretrained for a target given by id or folder."}
     )
     compile_target: bool = field(
-        default=True, metadata={"help": "Compile the layers of a Qwen3.5/3.6 target on CUDA."}
+        default=True, metadata={"help": "Compile on CUDA a Qwen3.5/3.6 target's layers, others' attention."}
     )
     allow_slow_target: bool = field(
         default=False, metadata={"help": "Run a hybrid target on CUDA without flash-linear-attention."}

@@ -19,7 +19,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
-from dflash_hf.cli import parse_config
+from dflash_hf.cli import errors_in_one_line, parse_config
 from dflash_hf.data.loading import load_documents
 from dflash_hf.data.manifest import read_manifest
 from dflash_hf.publishing.training_facts import FACTS_NAME
@@ -57,14 +57,16 @@ def main() -> None:
 
 def run(adapt: AdaptArguments, args: DFlashTrainingArguments) -> None:
     """Evaluate, train, evaluate, merge, save."""
-    tokenizer = AutoTokenizer.from_pretrained(adapt.target)
-    train_documents, eval_documents = read_documents(adapt, args, tokenizer)
+    with errors_in_one_line():
+        drafter = DFlashDraftModel.from_pretrained(adapt.drafter)
+        tokenizer = AutoTokenizer.from_pretrained(adapt.target)
+        train_documents, eval_documents = read_documents(adapt, args, tokenizer)
     peft_config = None
     if adapt.lora_rank and args.trainable_modules is None:
         modules = {"target_modules": adapt.lora_modules} if adapt.lora_modules else {}
         peft_config = lora_config(adapt.lora_rank, adapt.lora_alpha, **modules)
     trainer = DFlashTrainer(
-        DFlashDraftModel.from_pretrained(adapt.drafter),
+        drafter,
         adapt.target,
         args,
         train_dataset=train_documents,

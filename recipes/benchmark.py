@@ -5,6 +5,7 @@
     python recipes/benchmark.py --shape qwen3.6-27b --cases 2048x512,8192x512,8192x1536 --compile --output results.json
     python recipes/benchmark.py --shape qwen3.6-27b --sweep --compile --output sweep.json
     python recipes/benchmark.py --shape qwen3.6-27b --compile --variants plain,float8 --optimizer adamw,adamw_8bit
+    python recipes/benchmark.py --shape smollm2-135m --parts target --num_documents 32 --cases 2048x256,8192x256
 
 Weights and tokens are random. Before a step is timed, its loss and gradients are held against a naive twin. Time is
 the median over repeats; the first step, with compilation, is reported apart. Results are printed and, after every
@@ -23,10 +24,26 @@ import torch
 import transformers
 from benchmark_arguments import BenchmarkArguments, words
 from benchmark_check import checked_parameters, relative_difference
-from benchmark_parts import DrafterStep, make_target, step_side, target_side, transfer_side
+from benchmark_parts import (
+    DrafterStep,
+    feature_difference,
+    make_targets,
+    step_side,
+    target_side,
+    transfer_side,
+)
 from benchmark_peers import PEERS
-from benchmark_report import describe, profile_table, table
-from benchmark_shapes import Case, Shape, drafter_work, make_batch, make_drafter, make_head, shapes, target_work
+from benchmark_report import describe, profile_table, quantity, table
+from benchmark_shapes import (
+    Case,
+    Shape,
+    drafter_work,
+    make_batch,
+    make_drafter,
+    make_head,
+    target_work,
+    uneven_lengths,
+)
 from benchmark_timing import Side, measure, num_bytes, profile
 from benchmark_variants import (
     FLOAT8_TOLERANCES,
@@ -36,7 +53,7 @@ from benchmark_variants import (
     state_tensors,
 )
 
-from dflash_hf import DFlashDraftModel
+from dflash_hf import DFlashDraftModel, FrozenTarget
 from dflash_hf.cli import parse_config
 from dflash_hf.runs.planning import product_rate
 from dflash_hf.target.head import FrozenHead
@@ -48,26 +65,21 @@ class Benchmark:
 
     def __init__(self, args: BenchmarkArguments):
         self.args = args
-        self.device = torch.device(args.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+        self.device = args.drafter_device
         several = self.device.type == "cuda" and torch.cuda.device_count() > 1
         self.target_device = torch.device(args.target_device or ("cuda:1" if several else self.device))
         cuda = self.device.type == "cuda"
         self.mixed_precision = cuda if args.bf16 is None else args.bf16
         self.dtype = torch.bfloat16 if self.mixed_precision else torch.float32
-        name = args.shape or ("qwen3.6-27b" if cuda else "tiny")
-        if name not in shapes():
-            raise ValueError(f"shape is {name!r}; choose one of {', '.join(shapes())}.")
-        self.shape: Shape = shapes()[name]
+        self.shape: Shape = args.find_shape()
         self.parts, self.variants = words(args.parts), words(args.variants)
         self.optimizers = words(args.optimizer)
-        self.cases = self.find_cases()
-        for case in self.cases:
-            case.document_lengths(args.num_documents, self.shape.drafter["block_size"])
+        self.cases = args.find_cases()
         torch.manual_seed(0)
         self.rate = product_rate(self.device)
         self.results: dict[str, Any] = {
             "arguments": asdict(args),
-            "shape": name,
+            "shape": args.shape_name,
             "device": torch.cuda.get_device_name(self.device) if cuda else "cpu",
             "target_device": str(self.target_device),
             "torch": torch.__version__,
@@ -76,16 +88,11 @@ class Benchmark:
             "rows": [],
         }
         compiled = "compiled layers" if args.compile else "nothing but flex attention and the loss compiled"
-        print(f"{self.results['device']}, torch {torch.__version__}, shape {name}, {self.dtype}, {compiled}")
-        print(f"A square matrix product runs at {self.rate / 1e12:.4g} TFLOP/s.")
-
-    def find_cases(self) -> list[Case]:
-        if self.args.sweep:
-            return self.shape.sweep
-        if self.args.cases:
-            return [Case.parse(word) for word in words(self.args.cases)]
-        case = self.shape.case
-        return [Case(self.args.num_tokens or case.num_tokens, self.args.num_anchors or case.num_anchors)]
+        print(
+            f"{self.results['device']}, torch {torch.__version__}, shape {args.shape_name}, {self.dtype}, {compiled}"
+        )
+        print(f"A square matrix product runs at {quantity(self.rate, 'FLOP/s')}.")
+        print(f"Hours are those of an epoch of {args.epoch_tokens:,.0f} tokens (--epoch_tokens).")
 
     def write(self) -> None:
         if self.args.output:
@@ -98,7 +105,7 @@ class Benchmark:
         tokens = case.num_tokens / measured["seconds"]
         row = {"case": str(case), "num_tokens": case.num_tokens, "num_anchors": case.num_anchors, "part": part}
         row |= measured | {"tokens_per_second": tokens, "hours_per_epoch": self.args.epoch_tokens / tokens / 3600}
-        if part != "target" and part != "transfer":
+        if part not in ("target", ONE_BY_ONE, "transfer"):
             row["anchors_per_second"] = case.num_anchors / measured["seconds"]
         if work is not None:
             row |= {"tflop": work / 1e12, "share_of_product": work / measured["seconds"] / self.rate}
@@ -229,13 +236,12 @@ class Benchmark:
 
     def target_parts(self) -> None:
         """Time the target, the transfer and the whole step, for all cases, with one target."""
-        target = make_target(self.shape, self.target_device, self.dtype)
+        target, twin = make_targets(self.shape, self.target_device, self.dtype)
         config = make_drafter(self.shape, torch.device("meta"), self.args.full_attention).config
         for case in self.cases:
             batch, context = self.inputs(case, config)
             if "target" in self.parts:
-                result = self.measure([target_side(target, batch)], self.target_device)["target"]
-                self.add(case, "target", result, target_work(target.layers, case.num_tokens))
+                self.target_part(case, target, twin, batch)
             if "transfer" in self.parts:
                 side = transfer_side(context, self.target_device, self.device)
                 result = self.measure([side])["transfer"]
@@ -252,6 +258,28 @@ class Benchmark:
                 work = drafter_work(drafter, case.num_tokens, case.num_anchors)
                 work += target_work(target.layers, case.num_tokens)
                 self.add(case, "step", self.measure([step_side(target, step)])["step"], work)
+
+    def target_part(self, case: Case, target: FrozenTarget, twin: FrozenTarget | None, batch: dict[str, Any]) -> None:
+        """Time the target's forward, in turns with its twin where there is one."""
+        lengths, work = batch["document_lengths"], target_work(target.layers, case.num_tokens)
+        if twin is None:
+            result = self.measure([target_side(target, batch["input_ids"], lengths)], self.target_device)
+            self.add(case, "target", result["target"], work)
+            return
+        # Neighbours of one length share a call of the twin, which documents of real data seldom do.
+        lengths = [uneven_lengths(case.num_tokens, self.args.num_documents)]
+        sides = [target_side(target, batch["input_ids"], lengths)]
+        sides.append(target_side(twin, batch["input_ids"], lengths, ONE_BY_ONE))
+        result = self.measure(sides, self.target_device)
+        ratio = result["target"]["seconds"] / result[ONE_BY_ONE]["seconds"]
+        difference = feature_difference(target, twin, batch["input_ids"], lengths)
+        self.add(case, "target", result["target"], work)
+        self.add(
+            case, ONE_BY_ONE, result[ONE_BY_ONE], work, target_time_over_this=ratio, feature_difference=difference
+        )
+
+
+ONE_BY_ONE = "target, documents one by one"
 
 
 def drafter_name(variant: str) -> str:

@@ -65,6 +65,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=5, help="Timed steps of each kind.")
     parser.add_argument("--output", type=Path, help="JSON file for the results.")
     options = parser.parse_args(argv)
+    if not 0 < options.num_anchors <= options.num_tokens:
+        parser.error(
+            f"--num_anchors is {options.num_anchors}; expected 1 to {options.num_tokens}, one per token at most."
+        )
     torch.manual_seed(0)
     tokens, anchors = options.num_tokens, torch.randperm(options.num_tokens)[: options.num_anchors].sort().values[None]
     drafter, slots = make_drafter(options.hidden_size), anchors.shape[1] * BLOCK_SIZE
@@ -96,7 +100,8 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{slots} x {tokens + slots}: chunks {chunked:.3f} s, one dense mask {dense:.3f} s, {ratio:.1f} times")
     print(f"Output and gradients differ by at most {difference:.1e} of their norms.")
     if options.output:
-        options.output.write_text(json.dumps(report, indent=2))
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,10 +10,11 @@ from benchmark_check import checked_parameters, naive_head_loss, naive_loss, onl
 from benchmark_shapes import Shape
 from benchmark_timing import Side, num_bytes, synchronize
 from benchmark_variants import OPTIMIZERS, state_tensors
+from transformers import AutoModelForCausalLM
 
 from dflash_hf import DFlashDraftModel, FrozenTarget
+from dflash_hf.target.dense import PackedDense
 from dflash_hf.target.head import FrozenHead
-from dflash_hf.target.synthetic import random_target
 from dflash_hf.trainer import add_context_noise, compile_layers
 from dflash_hf.training.drafter_loss import drafter_loss
 from dflash_hf.training.losses import IGNORE_INDEX, Objective
@@ -161,16 +162,33 @@ class DrafterStep:
         }
 
 
-def make_target(shape: Shape, device: torch.device, dtype: torch.dtype) -> FrozenTarget:
-    """A random target of the shape, without the layers that no tap needs."""
-    return random_target(shape.target, shape.drafter["target_layer_ids"], device, dtype, compile_target=True)
+def make_targets(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[FrozenTarget, FrozenTarget | None]:
+    """A random target of the shape, without the layers that no tap needs, and its twin.
+
+    The twin runs the same layers with a call of attention for each document; None where not all attention is full.
+    """
+    with device:
+        model = AutoModelForCausalLM.from_config(shape.target, dtype=dtype)
+    taps = shape.drafter["target_layer_ids"]
+    target = FrozenTarget(model, taps, compile_target=True)
+    twin = FrozenTarget(model, taps, packed=True) if PackedDense.fits(model.get_decoder()) else None
+    del model.get_decoder().layers[taps[-1] + 1 :]
+    return target, twin
 
 
-def target_side(target: FrozenTarget, batch: dict[str, Any]) -> Side:
+def feature_difference(
+    target: FrozenTarget, twin: FrozenTarget, input_ids: torch.Tensor, lengths: list[list[int]]
+) -> float:
+    """By how much the features of both differ, relative to their size."""
+    features, expected = (t.context_hidden_states(input_ids, lengths) for t in (target, twin))
+    return relative_difference(features.float(), expected.float())
+
+
+def target_side(target: FrozenTarget, input_ids: torch.Tensor, lengths: list[list[int]], name: str = "target") -> Side:
     """The target's forward to the hidden states of a batch."""
-    input_ids = batch["input_ids"].to(target.device)
+    input_ids = input_ids.to(target.device)
     shared = num_bytes(list(target.model.parameters()))
-    return Side("target", lambda: target.context_hidden_states(input_ids, batch["document_lengths"]), (), shared)
+    return Side(name, lambda: target.context_hidden_states(input_ids, lengths), (), shared)
 
 
 def transfer_side(context: torch.Tensor, source: torch.device, device: torch.device) -> Side:

@@ -1,7 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark's results for people: lines and Markdown tables."""
 
+import math
 from typing import Any
+
+
+def quantity(value: float, unit: str) -> str:
+    """A number with the prefix that leaves one to three digits before the point: 45.5 MFLOP."""
+    power = min(max(int(math.log10(value)) // 3, 0), 4) if value > 0 else 0
+    return f"{value / 1000**power:.4g} {['', 'k', 'M', 'G', 'T'][power]}{unit}"
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -10,7 +17,7 @@ def describe(row: dict[str, Any]) -> str:
     if "anchors_per_second" in row:
         words.append(f"{row['anchors_per_second']:,.0f} anchors/s")
     if "share_of_product" in row:
-        words.append(f"{row['tflop']:.4g} TFLOP at {row['share_of_product']:.1%} of the product's rate")
+        words.append(f"{quantity(1e12 * row['tflop'], 'FLOP')} at {row['share_of_product']:.1%} of the product's rate")
     if row["peak_memory_gb"] is not None:
         words.append(f"peak {row['peak_memory_gb']:.1f} GB")
     words += [f"first step {row['first_step_seconds']:.3g} s", f"{row['hours_per_epoch']:.4g} h/epoch"]
@@ -29,12 +36,17 @@ def describe(row: dict[str, Any]) -> str:
             f"{max(found['relative_gradient_differences'].values()):.2g}"
         )
         words.append(f"ours takes {row['drafter_time_over_this']:.3f} of its time")
+    if "target_time_over_this" in row:
+        words.append(
+            f"the target takes {row['target_time_over_this']:.3f} of its time, features within "
+            f"{row['feature_difference']:.2g}"
+        )
     if "against" in row:
         words.append(_against(row["against"]))
     if "optimizer_adds" in row:
         words.append(
             f"the optimizer adds {row['optimizer_adds']:.1%} ({row['optimizer_adds_seconds']:.3g} s) and holds "
-            f"{row['optimizer_state_bytes'] / 1e9:.3g} GB"
+            f"{quantity(row['optimizer_state_bytes'], 'B')}"
         )
     if "gb_per_second" in row:
         words.append(f"{row['gb_per_second']:.3g} GB/s")

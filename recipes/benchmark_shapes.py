@@ -5,10 +5,11 @@ Shapes: T tokens of a row, N anchors, b block size, K taps, D hidden size, V voc
 """
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3_5TextConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3_5TextConfig, Qwen3Config
 
 from dflash_hf import DataCollatorForDFlash, DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.target.head import FrozenHead
@@ -68,7 +69,7 @@ def _sweep(lengths: list[int], anchors: list[int], middle: Case) -> list[Case]:
 
 
 def shapes() -> dict[str, Shape]:
-    """The shapes by name: a tiny one for any machine, and the published drafter of Qwen3.6-27B."""
+    """The shapes by name: a tiny one, SmolLM2-135M as a small dense target, the published drafter of Qwen3.6-27B."""
     return {
         "tiny": Shape(
             drafter={
@@ -96,6 +97,33 @@ def shapes() -> dict[str, Shape]:
             ),
             case=Case(128, 16),
             sweep=_sweep([64, 128, 256], [8, 16, 32], Case(128, 16)),
+        ),
+        "smollm2-135m": Shape(
+            drafter={
+                "hidden_size": 576,
+                "intermediate_size": 1536,
+                "num_hidden_layers": 5,
+                "num_attention_heads": 9,
+                "num_key_value_heads": 3,
+                "head_dim": 64,
+                "layer_types": [SLIDING] * 4 + [FULL],
+                "sliding_window": 2048,
+                "block_size": 8,
+                "target_layer_ids": [1, 8, 14, 20, 27],
+                "mask_token_id": 15,
+            },
+            target=LlamaConfig(
+                vocab_size=49152,
+                hidden_size=576,
+                intermediate_size=1536,
+                num_hidden_layers=30,
+                num_attention_heads=9,
+                num_key_value_heads=3,
+                max_position_embeddings=8192,
+                tie_word_embeddings=True,
+            ),
+            case=Case(2048, 256),
+            sweep=_sweep([1024, 2048, 4096, 8192], [128, 256, 512], Case(2048, 256)),
         ),
         "qwen3.6-27b": Shape(
             drafter={
@@ -201,6 +229,14 @@ def make_batch(
     mask = [torch.arange(length) < length - config.block_size for length in lengths]
     batch["loss_mask"] = torch.cat(mask)[None].float()
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+def uneven_lengths(num_tokens: int, num_documents: int, seed: int = 0) -> list[int]:
+    """Tokens of documents that share a row, short ones more often than long ones."""
+    generator = torch.Generator().manual_seed(seed)
+    cuts = 1 + torch.randperm(num_tokens - 1, generator=generator)[: num_documents - 1]
+    borders = [0, *cuts.sort().values.tolist(), num_tokens]
+    return [stop - start for start, stop in pairwise(borders)]
 
 
 def drafter_work(drafter: DFlashDraftModel, num_tokens: int, num_anchors: int) -> float:

@@ -268,6 +268,7 @@ def main(arguments: BenchmarkArguments) -> None:
         f"{numbers['peak_memory_bytes'] / 2**30:.2f} GiB; times as fast as {numbers.get('times_as_fast_as', {})}"
     )
     if arguments.json:
+        Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)
         Path(arguments.json).write_text(json.dumps(numbers, indent=1) + "\n")
 
 

@@ -66,7 +66,7 @@ def main() -> None:
                 tag=args.tag,
                 keep_card=args.keep_card,
             )
-        except (ValueError, PublishError) as error:
+        except (ValueError, OSError, PublishError) as error:
             raise SystemExit(f"{sys.argv[0]}: error: {error}") from None
     print(f"Published: {url}")
 

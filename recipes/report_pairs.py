@@ -69,7 +69,12 @@ def mean(name: str, logs: list[Log]) -> float:
 
 def read_run(folder: Path, skip: int) -> dict[str, Any]:
     """Figures of one run."""
-    logs = read_logs(json.loads((folder / "trainer_state.json").read_text())["log_history"])
+    state = folder / "trainer_state.json"
+    if not state.is_file():
+        raise SystemExit(f"{folder} has no trainer_state.json: give the output_dir of a run that has ended.")
+    logs = read_logs(json.loads(state.read_text())["log_history"])
+    if not logs:
+        raise SystemExit(f"{state} holds no log of a training step: train with a --logging_steps below the steps.")
     path = folder / "profile_copies.json"
     profile = json.loads(path.read_text()) if path.exists() else {}
     measured = measured_logs(logs, skip, profile.get("steps"), folder)
@@ -117,7 +122,8 @@ def main() -> None:
                 f"{share:.0%} of it under the drafter's kernels; {at_link:.4f} s at 22 GB/s"
             )
     if options.output:
-        options.output.write_text(json.dumps(runs, indent=2))
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(runs, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def target_eos_ids(target: str) -> list[int]:
     """Ids that end the target's turns; none where there is only a tokenizer."""
     try:
         return read_eos_token_ids(target)
-    except OSError:
+    except (OSError, ValueError):
         return []
 
 

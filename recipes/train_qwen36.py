@@ -10,7 +10,6 @@ need, `--preflight true` tries everything out on the machine; neither trains.
 """
 
 import json
-import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from dflash_hf import (
     DFlashTrainingArguments,
     load_documents,
 )
-from dflash_hf.cli import parse_config
+from dflash_hf.cli import errors_in_one_line, parse_config
 from dflash_hf.data.manifest import read_manifest
 from dflash_hf.runs.launching import end_together
 from dflash_hf.runs.planning import check_memory, make_plan
@@ -69,7 +68,8 @@ class RecipeArguments:
     dry_run: bool = field(default=False, metadata={"help": "Say what the run needs, without loading any weights."})
     preflight: bool = field(default=False, metadata={"help": "Try devices, steps, checkpoint and upload, then stop."})
     preflight_upload_to: str | None = field(
-        default=None, metadata={"help": "Folder or object-store URL that the preflight uploads to, besides the Hub."}
+        default=None,
+        metadata={"help": "Where the preflight uploads to; by default remote_checkpoint_dir or the output folder."},
     )
     check_memory: bool = field(default=True, metadata={"help": "Stop where the run cannot fit the GPUs."})
     # For measuring speed and memory without a download
@@ -87,15 +87,15 @@ def main() -> None:
     recipe, args = parse_config(
         (RecipeArguments, DFlashTrainingArguments), default_config=CONFIG, description=__doc__.split("\n")[0]
     )
-    try:
+    with errors_in_one_line():
         check_sources(recipe)
+        check_shape(recipe)
         placements(args)  # stops at once where the layout does not fit the GPUs
-    except ValueError as error:
-        raise SystemExit(f"{sys.argv[0]}: error: {error}") from None
     set_seed(args.seed)
     with end_together():
         if recipe.dry_run:
-            dry_run(recipe, args)
+            with errors_in_one_line():
+                dry_run(recipe, args)
         else:
             train(recipe, args)
 
@@ -114,14 +114,30 @@ def check_sources(recipe: RecipeArguments) -> None:
         )
 
 
+def check_shape(recipe: RecipeArguments) -> None:
+    """A drafter that continues has its shape already."""
+    fixed = ("num_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+    given = [name for name in (*fixed, "layer_types", "mask_token_id") if getattr(recipe, name) is not None]
+    if recipe.drafter is not None and given:
+        raise ValueError(
+            f"{', '.join(given)} cannot be given together with drafter={recipe.drafter}: a drafter that continues "
+            "keeps its shape and mask token. Leave them out (--config recipes/qwen3.6-27b/continue.yaml has none), or "
+            "leave out the drafter to train a new one."
+        )
+
+
 def target_config(recipe: RecipeArguments) -> PreTrainedConfig:
-    return read_target_config(recipe.random_target_config or recipe.target)
+    name = recipe.random_target_config or recipe.target
+    try:
+        return read_target_config(name)
+    except OSError as error:
+        raise OSError(f"The configuration of the target {name} cannot be read: {error}") from error
 
 
 def dry_run(recipe: RecipeArguments, args: DFlashTrainingArguments) -> None:
     """Print the plan and write it to `dry_run.json` in the output folder."""
     drafter_config = drafter_configuration(recipe)
-    documents, _ = documents_or_exit(recipe, args, drafter_config)
+    documents, _ = read_documents(recipe, args, drafter_config)
     plan = make_plan(target_config(recipe), drafter_config, args, placements(args), documents)
     if args.process_index == 0:
         print(plan.report())
@@ -134,18 +150,7 @@ def dry_run(recipe: RecipeArguments, args: DFlashTrainingArguments) -> None:
 def refuse_what_cannot_fit(plan, args: DFlashTrainingArguments) -> None:
     if args.device.type == "cuda":
         total = torch.cuda.get_device_properties(args.device).total_memory
-        try:
-            check_memory(plan, total, torch.cuda.device_count())
-        except ValueError as error:
-            raise SystemExit(f"{sys.argv[0]}: error: {error}") from None
-
-
-def documents_or_exit(recipe: RecipeArguments, args: DFlashTrainingArguments, config: DFlashDraftConfig) -> tuple:
-    """[`read_documents`]; what is wrong with the data is said in one line, without a traceback."""
-    try:
-        return read_documents(recipe, args, config)
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"{sys.argv[0]}: error: {error}") from error
+        check_memory(plan, total, torch.cuda.device_count())
 
 
 def read_documents(recipe: RecipeArguments, args: DFlashTrainingArguments, config: DFlashDraftConfig) -> tuple:
@@ -193,11 +198,22 @@ def load_target(recipe: RecipeArguments, args: DFlashTrainingArguments, taps: li
 
 def train(recipe: RecipeArguments, args: DFlashTrainingArguments) -> None:
     """Train, save, evaluate."""
-    train_documents, eval_documents = documents_or_exit(recipe, args, drafter_configuration(recipe))
-    if args.device.type == "cuda" and recipe.check_memory:
-        plan = make_plan(target_config(recipe), drafter_configuration(recipe), args, placements(args), train_documents)
-        refuse_what_cannot_fit(plan, args)
-    drafter = new_drafter(recipe, args.device) if recipe.drafter is None else continued_drafter(recipe)
+    with errors_in_one_line():
+        drafter_config = drafter_configuration(recipe)
+        train_documents, eval_documents = read_documents(recipe, args, drafter_config)
+        if args.device.type == "cuda" and recipe.check_memory:
+            refuse_what_cannot_fit(
+                make_plan(target_config(recipe), drafter_config, args, placements(args), train_documents), args
+            )
+    if recipe.drafter is None:
+        drafter = new_drafter(recipe, args.device)
+    else:
+        drafter = adapt(
+            DFlashDraftModel.from_pretrained(recipe.drafter),
+            block_size=recipe.block_size,
+            sliding_window=recipe.sliding_window,
+            target_layer_ids=recipe.target_layer_ids,
+        )
     # Loaded here and not by the trainer, which takes it as it is.
     target = load_target(recipe, args, drafter.config.target_layer_ids)
     tokenizer = None if recipe.random_target_config else AutoTokenizer.from_pretrained(recipe.target)
@@ -238,7 +254,9 @@ def train(recipe: RecipeArguments, args: DFlashTrainingArguments) -> None:
 def drafter_configuration(recipe: RecipeArguments) -> DFlashDraftConfig:
     """The drafter's configuration, without its weights where it continues a trained one."""
     if recipe.drafter is not None:
-        return DFlashDraftConfig.from_pretrained(recipe.drafter)
+        changes = {name: getattr(recipe, name) for name in ("block_size", "sliding_window", "target_layer_ids")}
+        given = {name: value for name, value in changes.items() if value is not None}
+        return DFlashDraftConfig.from_pretrained(recipe.drafter, **given)
     names = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "layer_types")
     names += ("mask_token_id", "block_size", "sliding_window", "target_layer_ids")
     given = {name: getattr(recipe, name) for name in names if getattr(recipe, name) is not None}
@@ -253,23 +271,6 @@ def new_drafter(recipe: RecipeArguments, device: torch.device) -> DFlashDraftMod
     """A drafter with random weights, drawn on its device, and a shape of its own."""
     with device:
         return DFlashDraftModel(drafter_configuration(recipe))
-
-
-def continued_drafter(recipe: RecipeArguments) -> DFlashDraftModel:
-    """A trained drafter, with the changes that the recipe names."""
-    fixed = ("num_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
-    given = [name for name in (*fixed, "layer_types", "mask_token_id") if getattr(recipe, name) is not None]
-    if given:
-        raise ValueError(
-            f"{', '.join(given)} cannot be given together with drafter={recipe.drafter}: a drafter that continues "
-            "keeps its shape and mask token. Leave them out, or leave out the drafter to train a new one."
-        )
-    return adapt(
-        DFlashDraftModel.from_pretrained(recipe.drafter),
-        block_size=recipe.block_size,
-        sliding_window=recipe.sliding_window,
-        target_layer_ids=recipe.target_layer_ids,
-    )
 
 
 if __name__ == "__main__":

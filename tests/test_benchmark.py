@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark at its tiny shape: what it counts, what it refuses to time, and what it writes down."""
 
+import importlib.util
 import json
 import re
 import shlex
@@ -22,7 +23,16 @@ import benchmark  # noqa: E402
 import benchmark_parts  # noqa: E402
 from benchmark_check import naive_loss  # noqa: E402
 from benchmark_peers import PEERS  # noqa: E402
-from benchmark_shapes import Case, drafter_work, make_batch, make_drafter, make_head, shapes  # noqa: E402
+from benchmark_report import quantity  # noqa: E402
+from benchmark_shapes import (  # noqa: E402
+    Case,
+    drafter_work,
+    make_batch,
+    make_drafter,
+    make_head,
+    shapes,
+    uneven_lengths,
+)
 from benchmark_timing import Side, kernel_group, measure  # noqa: E402
 
 
@@ -120,6 +130,11 @@ def test_a_wrong_loss_is_not_timed(wrong, monkeypatch):
         step.check(2 if wrong == "last_chunk" else 16)
 
 
+def test_quantities_have_a_prefix_that_fits():
+    values = {0: "0 B", 45: "45 B", 1000: "1 kB", 45.47e6: "45.47 MB", 122.5e12: "122.5 TB", 3e15: "3000 TB"}
+    assert {value: quantity(value, "B") for value in values} == values
+
+
 def test_sides_are_timed_in_turns_and_gradients_dropped():
     calls, weight = [], torch.nn.Parameter(torch.ones(3))
 
@@ -144,7 +159,7 @@ def test_all_parts_are_timed_and_written(tmp_path, capsys):
     benchmark.main([*QUICK, *words, "--epoch_tokens", "1e6", "--cases", "64x8,128x16", "--output", str(output)])
     results = json.loads(output.read_text())
     rows = {(row["case"], row["part"]): row for row in results["rows"]}
-    parts = ["drafter", "drafter+adamw", "target", "transfer", "step"]
+    parts = ["drafter", "drafter+adamw", "target", "target, documents one by one", "transfer", "step"]
     assert set(rows) == {(case, part) for case in ("64x8", "128x16") for part in parts}
     for row in rows.values():
         assert row["tokens_per_second"] == pytest.approx(row["num_tokens"] / row["seconds"])
@@ -160,6 +175,22 @@ def test_all_parts_are_timed_and_written(tmp_path, capsys):
     groups = drafter["profile"]["seconds_by_group"]
     assert {"matrix products", "attention", "elementwise", "loss"} <= set(groups)
     assert "| 128 | 16 | step |" in capsys.readouterr().out
+
+
+def test_a_dense_target_is_timed_beside_documents_one_by_one(capsys):
+    words = ["--parts", "target", "--num_documents", "5", "--cases", "128x16"]
+    target, twin = benchmark.main([*QUICK, *words])["rows"]
+    assert (target["part"], twin["part"]) == ("target", benchmark.ONE_BY_ONE)
+    assert twin["target_time_over_this"] == pytest.approx(target["seconds"] / twin["seconds"])
+    assert 0 <= twin["feature_difference"] < 1e-5 and "features within" in capsys.readouterr().out
+    lengths = uneven_lengths(128, 5)
+    assert sum(lengths) == 128 and len(set(lengths)) == 5 and min(lengths) > 0
+
+
+def test_a_target_that_computes_something_else_is_seen(monkeypatch):
+    real = benchmark.make_targets
+    monkeypatch.setattr(benchmark, "make_targets", lambda *args: (real(*args)[0], real(*args)[1]))
+    assert benchmark.main([*QUICK, "--parts", "target"])["rows"][1]["feature_difference"] > 0.1
 
 
 def test_a_sweep_that_breaks_keeps_its_rows(tmp_path, monkeypatch):
@@ -209,11 +240,37 @@ def test_a_peer_without_documents_is_refused():
         (["--cases", "64x62"], "room for 59 anchors"),
         (["--shape", "huge"], "qwen3.6-27b"),
         (["--repeats", "0"], "repeats"),
+        (["--objective", "kl"], "cross_entropy, dpace"),
+        (["--target_device", "cuda:99"], "target_device is cuda:99, and torch sees"),
     ],
 )
 def test_what_cannot_be_timed_is_refused(words, message):
     with pytest.raises(ValueError, match=message):
         benchmark.main([*QUICK, *words])
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--peers", "speculators"], "speculators, which is not installed"),
+        (["--optimizer", "adamw,adamw_8bit"], "adamw_8bit needs torchao"),
+        (["--variants", "plain,gradient_checkpointing+float8"], "float8 needs torchao"),
+    ],
+)
+def test_what_is_not_installed_is_told_before_anything_is_timed(words, message, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=message):
+        parse_config(benchmark.BenchmarkArguments, words)
+
+
+def test_peers_that_would_not_be_timed_or_do_other_work_are_refused(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    for words, message in (
+        (["--parts", "step"], "add drafter to parts"),
+        (["--num_documents", "2"], "see each other"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse_config(benchmark.BenchmarkArguments, ["--peers", "specforge", *words])
 
 
 def test_batches_have_the_anchors_asked_for_within_the_row():
@@ -241,7 +298,8 @@ def test_kernels_are_grouped_by_name(kernel, group):
     assert kernel_group(kernel) == group
 
 
-def test_the_documented_commands_parse():
+def test_the_documented_commands_parse(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     text = (ROOT / "recipes/qwen3.6-27b/README.md").read_text() + benchmark.__doc__
     commands = re.findall(r"python recipes/benchmark\.py[^#\n]*", text.replace("\\\n", " "))
     assert len(commands) >= 4

@@ -400,6 +400,7 @@ class TestProcess:
         [
             (["--config", "none.yaml"], "no config file none.yaml"),
             (["--blok_size", "8"], "unknown option --blok_size: did you mean --block_size?"),
+            (["--nonsense", "8"], "unknown option --nonsense: no known name is close to it"),
             (["--block_size", "x"], "invalid int value: 'x'"),
             ([], "no value for target_model"),
         ],

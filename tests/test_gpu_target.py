@@ -3,10 +3,11 @@
 
 import copy
 import logging
+from itertools import chain
 
 import pytest
 import torch
-from tiny import dense_target, hybrid_target
+from tiny import capped_target, dense_target, hybrid_target, llama_target, mixed_target, windowed_target
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from dflash_hf import FrozenTarget
@@ -52,10 +53,11 @@ def test_h6_the_packed_path_equals_the_reference_of_transformers(dtype, referenc
         assert not features[row, sum(lengths) :].any()
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("family", ["dense", "hybrid"])
-def test_h1_changing_a_document_leaves_the_others_bit_identical(family):
+def test_h1_changing_a_document_leaves_the_others_bit_identical(family, compiled):
     model = dense_target(num_layers=8) if family == "dense" else hybrid_target(**HYBRID)
-    target = FrozenTarget(model.to("cuda", torch.bfloat16), TAPS)
+    target = FrozenTarget(model.to("cuda", torch.bfloat16), TAPS, compile_target=compiled)
     ids = batch()
     before = target.context_hidden_states(ids, LENGTHS)
     assert target._packed is not None
@@ -76,6 +78,65 @@ def test_h1_h3_a_dense_target_packs_and_equals_each_document_alone():
     assert relative_error(features, expected) < 2e-3
 
 
+FLEX_TARGETS = {
+    "full": lambda: dense_target(num_layers=8),
+    "nine heads": lambda: llama_target(8, hidden_size=576, num_attention_heads=9, num_key_value_heads=3),
+    "mixed": mixed_target,
+    "heads of 128": lambda: dense_target(num_layers=8, head_dim=128),
+    "heads of 256": lambda: dense_target(num_layers=8, head_dim=256),
+    "windowed": windowed_target,
+    "capped": capped_target,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.bfloat16) for name in FLEX_TARGETS), ("mixed", torch.float32)]
+)
+def test_h1_h3_flex_attention_gives_the_features_of_each_document_alone(name, dtype):
+    """Several rows, one of 20 documents, one document, and lengths that the first call has not seen."""
+    torch._dynamo.reset()
+    model = FLEX_TARGETS[name]().to("cuda", dtype)
+    taps = [1, 2]
+    target, alone = FrozenTarget(model, taps, compile_target=True), FrozenTarget(model, taps, packed=False)
+    for lengths in (LENGTHS, [[*range(1, 21)], [WIDTH]], [[WIDTH], []], [[7], [90, 200]]):
+        features = target.context_hidden_states(batch(), lengths)
+        assert target._packed is not None
+        assert relative_error(features, alone.context_hidden_states(batch(), lengths)) < (
+            2e-3 if dtype == torch.float32 else 3e-2
+        )
+
+
+def test_p2_a_compiled_dense_target_does_not_compile_again():
+    torch._dynamo.reset()
+    target = FrozenTarget(mixed_target(8).to("cuda", torch.bfloat16), TAPS, compile_target=True)
+    target.context_hidden_states(batch(), LENGTHS)
+    target.context_hidden_states(batch(), [[200], [100]])
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for seed in range(5):
+            cuts = torch.randperm(WIDTH - 1, generator=torch.Generator().manual_seed(seed))[:12].sort().values + 1
+            lengths = cuts.diff(prepend=torch.zeros(1, dtype=torch.long)).tolist()
+            target.context_hidden_states(batch(seed), [lengths, [130 + seed]])
+    assert target._packed is not None
+
+
+def test_a_packed_dense_target_launches_one_attention_for_all_documents():
+    """The loop launches one for each document, and a GPU waits for the host."""
+    model = dense_target(num_layers=8).to("cuda", torch.bfloat16)
+    launches = {}
+    for compiled in (False, True):
+        target = FrozenTarget(model, TAPS, compile_target=compiled)
+        target.context_hidden_states(batch(), LENGTHS)
+        for lengths in ([[300], [300]], [[*range(1, 25)], [*range(1, 25)]]):
+            target.context_hidden_states(batch(), lengths)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+                target.context_hidden_states(batch(), lengths)
+                torch.cuda.synchronize()
+            kernels = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+            launches[compiled, len(list(chain(*lengths)))] = len(kernels)
+    assert launches[True, 48] <= launches[True, 2] + 10
+    assert launches[False, 48] > launches[True, 48] + 24 * 7
+
+
 def test_a_compiled_target_equals_the_uncompiled_one():
     model = hybrid_target(**HYBRID).to("cuda", torch.bfloat16)
     compiled = FrozenTarget(model, TAPS, compile_target=True)
@@ -86,10 +147,12 @@ def test_a_compiled_target_equals_the_uncompiled_one():
         assert relative_error(features, plain.context_hidden_states(batch(), lengths)) < 3e-2
 
 
-@pytest.mark.parametrize("family", ["dense", "hybrid"])
+@pytest.mark.parametrize("family", ["dense", "compiled", "compiled and mixed", "hybrid"])
 def test_nothing_waits_for_the_device_after_the_first_call(family):
-    model = dense_target(num_layers=8) if family == "dense" else hybrid_target(**HYBRID)
-    target = FrozenTarget(model.to("cuda", torch.bfloat16), TAPS)
+    model = hybrid_target(**HYBRID)
+    if family != "hybrid":
+        model = mixed_target(8) if "mixed" in family else dense_target(num_layers=8)
+    target = FrozenTarget(model.to("cuda", torch.bfloat16), TAPS, compile_target="compiled" in family)
     ids = batch().pin_memory()
     target.context_hidden_states(ids, LENGTHS)
     assert target._packed is not None

@@ -135,9 +135,10 @@ def test_attention_in_chunks_equals_one_dense_call_in_values_and_gradients(causa
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_small_tiles_fit_the_shared_memory_of_workstation_gpus(dtype):
-    options, head_dim = small_tiles(dtype), 128
+def test_small_tiles_fit_the_shared_memory_of_workstation_gpus(dtype, head_dim):
+    options = small_tiles(dtype, head_dim)
     stages = options["fwd_num_stages"]
     forward = (options["fwd_BLOCK_M"] + 2 * stages * options["fwd_BLOCK_N"]) * head_dim * dtype.itemsize
     backward = 2 * (options["bwd_BLOCK_M1"] + options["bwd_BLOCK_N1"]) * head_dim * dtype.itemsize

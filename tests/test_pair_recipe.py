@@ -19,6 +19,7 @@ from tiny import hybrid_target
 from transformers import AutoModelForCausalLM
 
 from dflash_hf import DFlashDraftConfig, DFlashTrainingArguments
+from dflash_hf.cli import parse_config
 from dflash_hf.runs.planning import TARGET_EFFICIENCY, check_memory, make_plan
 from dflash_hf.runs.preflight import check_copy, check_upload
 from dflash_hf.runs.profiling import copy_overlap
@@ -28,6 +29,7 @@ from dflash_hf.target.topology import place
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "recipes"
+CONFIG = ["--config", str(RECIPES / "qwen3.6-27b" / "config.yaml")]
 SHAPE = ["--num_layers", "2", "--num_attention_heads", "2", "--num_key_value_heads", "1", "--head_dim", "32"]
 SHAPE += ["--intermediate_size", "64", "--layer_types", "sliding_attention", "full_attention"]
 SHAPE += ["--sliding_window", "16", "--block_size", "4", "--target_layer_ids", "1", "4", "--mask_token_id", "260"]
@@ -72,10 +74,38 @@ def test_the_dry_run_says_what_a_run_needs(run, capsys):
 
 
 def test_the_dry_run_refuses_what_does_not_fit_together(run):
-    with pytest.raises(ValueError, match="target_layer_ids"):
+    with pytest.raises(SystemExit, match=r"(?s)error: .*target_layer_ids"):
         run("--dry_run", "true", "--target_layer_ids", "1", "7")
-    with pytest.raises(ValueError, match="mask_token_id"):
+    with pytest.raises(SystemExit, match=r"(?s)error: .*mask_token_id"):
         run("--dry_run", "true", "--mask_token_id", "9999")
+
+
+def test_the_dry_run_of_a_drafter_that_continues_plans_what_is_changed(monkeypatch, tmp_path):
+    module = load_recipe(monkeypatch)
+    hybrid_target().config.save_pretrained(tmp_path / "target")
+    random = ["--random_target_config", str(tmp_path / "target" / "config.json")]
+    new, _ = parse_config((module.RecipeArguments, DFlashTrainingArguments), [*random, *SHAPE, *SMALL, *CONFIG])
+    module.drafter_configuration(new).save_pretrained(tmp_path / "drafter")
+    words = ["--config", str(RECIPES / "qwen3.6-27b" / "continue.yaml"), "--drafter", str(tmp_path / "drafter")]
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["x", *words, *random, *SMALL, "--block_size", "8", "--dry_run", "true", "--output_dir", str(tmp_path)],
+    )
+    module.main()
+    eight = json.loads((tmp_path / "dry_run.json").read_text())["drafter_seconds"]
+    sys.argv[sys.argv.index("8")] = "4"
+    module.main()
+    assert eight > 1.5 * json.loads((tmp_path / "dry_run.json").read_text())["drafter_seconds"]
+    # A drafter that is not there, and a shape beside one that has its own, are refused by the dry run as by the run.
+    folder = sys.argv.index("--drafter") + 1
+    sys.argv[folder] += "/nothing"
+    with pytest.raises(SystemExit, match=r"error: .*/nothing is neither a folder nor a repository id"):
+        module.main()
+    sys.argv[folder] = sys.argv[folder].removesuffix("/nothing")
+    sys.argv += ["--num_layers", "3"]
+    with pytest.raises(SystemExit, match="num_layers cannot be given together with drafter"):
+        module.main()
 
 
 def test_a_run_on_random_weights_writes_losses_times_and_a_profile(run):
@@ -134,6 +164,15 @@ def test_the_report_says_when_nothing_is_left_to_measure(monkeypatch, tmp_path):
     run = write_run(tmp_path / "run", dict.fromkeys(range(1, 11), 1.0), 5, in_turn=5)
     with pytest.raises(SystemExit, match=r"every log holds a step that is left out \(1 to 8\)"):
         report.read_run(run, 3)
+
+
+def test_the_report_says_what_is_no_finished_run(monkeypatch, tmp_path):
+    report = load_recipe(monkeypatch, "report_pairs.py")
+    with pytest.raises(SystemExit, match=r"no trainer_state\.json: give the output_dir"):
+        report.read_run(tmp_path, 3)
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": []}))
+    with pytest.raises(SystemExit, match="holds no log of a training step"):
+        report.read_run(tmp_path, 3)
 
 
 def test_losses_are_compared_over_the_same_steps_alone(monkeypatch, tmp_path, capsys):
@@ -284,6 +323,10 @@ def test_an_upload_that_fails_says_how_to_mend_it(tmp_path):
     args = SimpleNamespace(process_index=0, output_dir=str(tmp_path), push_to_hub=False)
     check_upload(args, "memory://bucket/run")
     (tmp_path / "file").write_text("")
+    # Without an address, where checkpoints will be copied to is tried.
+    args.remote_checkpoint_dir = f"{tmp_path}/file"
+    with pytest.raises(RuntimeError, match="file/preflight-upload cannot be written"):
+        check_upload(args, None)
     with pytest.raises(RuntimeError, match="Check the credentials"):
         check_upload(args, f"{tmp_path}/file")
 

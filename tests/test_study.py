@@ -134,7 +134,7 @@ def test_a_folder_of_chats_is_tokenised_first_and_sampling_is_measured(files, tm
     options |= {"extra": EXTRA, "runs": "tiny-packed", "steps": 2, "dev_rows": 2, "decode_prompts": 1}
     call(study.main, decode_temperature=0.7, decode_tokens=4, **options)
     (result,) = study.read_results(tmp_path / "results.jsonl")
-    assert result["decode_temperature"] == 0.7 and result["walked_acceptance_length"] is None
+    assert result["decode_temperature"] == 0.7 and result["walked_acceptance_length"] >= 1
     assert (tmp_path / "study.npz").is_file()
 
 

@@ -4,8 +4,12 @@
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3_5ForCausalLM,
@@ -94,6 +98,34 @@ def llama_target(num_layers: int = 6, tied: bool = True, seed: int = 0, **overri
         }
     )
     return _target(LlamaForCausalLM, config, seed, 3.0)
+
+
+def mixed_target(num_layers: int = 4, window: int = 8) -> PreTrainedModel:
+    """A Qwen3 whose layers are windowed and full in turn."""
+    types = ["sliding_attention", "full_attention"] * (num_layers // 2)
+    return dense_target(num_layers, layer_types=types, sliding_window=window, use_sliding_window=True)
+
+
+def windowed_target(window: int = 8) -> PreTrainedModel:
+    """A Mistral: all layers see a window, and the configuration names no types of layers."""
+    return _target(MistralForCausalLM, MistralConfig(**_SMALL, sliding_window=window), 0, 3.0)
+
+
+def capped_target(window: int = 8) -> PreTrainedModel:
+    """A Gemma 2: soft caps of the scores, every other layer windowed, embeddings scaled, eager by default."""
+    config = Gemma2Config(**_SMALL, sliding_window=window, attn_logit_softcapping=0.5, query_pre_attn_scalar=4)
+    return _target(Gemma2ForCausalLM, config, 0, 3.0)
+
+
+_SMALL = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": HIDDEN_SIZE,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+}
 
 
 def hybrid_target(num_layers: int = 8, tied: bool = False, seed: int = 0, **overrides) -> PreTrainedModel:

@@ -79,7 +79,10 @@ class Plan:
         source = "measured here" if self.rate_is_measured else "assumed, an H200's"
         lines = [
             f"layout           {self.layout}, {self.world_size} process{'es' if self.world_size > 1 else ''}",
-            *(f"rank {rank}           {' -> '.join(devices)}" for rank, devices in self.devices.items()),
+            *(
+                f"rank {rank:<11} target on {', '.join(devices[:-1])}, drafter on {devices[-1]}"
+                for rank, devices in self.devices.items()
+            ),
             *memory,
             f"data             {self.documents:,} documents, {self.tokens:,} tokens, {self.rows:,} rows",
             f"anchors per row  {self.anchors_per_row:,.0f}",

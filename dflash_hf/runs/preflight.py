@@ -42,7 +42,8 @@ def preflight(
         make_trainer: Makes a trainer from arguments and data to evaluate on; the data are the run's own.
         args: The run's arguments; its output folder gets a folder `preflight`, which is removed at the end.
         target: The loaded target.
-        upload_to: A folder or URL (`s3://...`) to upload to; the Hub is tried too where `push_to_hub` is set.
+        upload_to: A folder or URL (`s3://...`) to upload to, by default `remote_checkpoint_dir` or the output folder;
+            the Hub is tried too where `push_to_hub` is set.
 
     Returns:
         Seconds of each check, also written to `preflight.json` in the output folder.
@@ -71,7 +72,9 @@ def preflight(
     if args.process_index == 0:
         shutil.rmtree(folder, ignore_errors=True)
         Path(str(args.output_dir)).mkdir(parents=True, exist_ok=True)
-        (Path(str(args.output_dir)) / "preflight.json").write_text(json.dumps(seconds, indent=2))
+        report = Path(str(args.output_dir)) / "preflight.json"
+        report.write_text(json.dumps(seconds, indent=2))
+        print(f"preflight: all {len(checks)} checks passed; their seconds are in {report}", flush=True)
     return seconds
 
 
@@ -181,7 +184,8 @@ def check_upload(args: DFlashTrainingArguments, upload_to: str | None) -> None:
     if args.process_index != 0:
         return
     content = os.urandom(1024)
-    url = f"{(upload_to or str(Path(str(args.output_dir)).resolve())).rstrip('/')}/preflight-upload"
+    place = upload_to or args.remote_checkpoint_dir or str(Path(str(args.output_dir)).resolve())
+    url = f"{place.rstrip('/')}/preflight-upload"
     try:
         with fsspec.open(url, "wb", auto_mkdir=True) as file:
             file.write(content)

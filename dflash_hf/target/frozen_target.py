@@ -52,8 +52,9 @@ class FrozenTarget:
         packed (`bool`, *optional*):
             Whether documents may share a row of the target's forward, where its layers allow it and after a check at
             the first call; by default on CUDA.
-        compile_target: Whether to compile the layers of a Qwen3.5/3.6 target on CUDA, which takes up to a minute;
-            quantised ones are left as they are.
+        compile_target: Whether to compile, on CUDA, the layers of a Qwen3.5/3.6 target, which takes up to a minute
+            (quantised ones are left as they are), or the attention of other targets over packed documents, which
+            takes some seconds and is what makes small targets fast.
         allow_slow_target: Whether a hybrid target may run on CUDA without flash-linear-attention.
         final_states: Whether all layers are kept and run, for objectives that compare with the target's distribution.
         **init_kwargs: Arguments of `AutoModelForCausalLM.from_pretrained`.
@@ -127,9 +128,12 @@ class FrozenTarget:
         if PackedQwen35.fits(decoder):
             compiled = compiled and not _quantised(self.model)
             return PackedQwen35(decoder, self.target_layer_ids, compiled, final_states=self.final_states)
-        if PackedDense.fits(decoder):
-            return PackedDense(decoder, self._read_taps)
-        self._say_padded("only Qwen3.5/3.6 layers, and full attention by sdpa, are packed")
+        compiled = compiled and PackedDense.compiles(decoder)
+        if compiled or PackedDense.fits(decoder):
+            return PackedDense(decoder, self._read_taps, compiled)
+        self._say_padded(
+            "only Qwen3.5/3.6 layers, full attention by sdpa and, compiled on a GPU, sliding attention are packed"
+        )
         return None
 
     def _say_padded(self, reason: str) -> None:

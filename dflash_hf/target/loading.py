@@ -50,7 +50,7 @@ def read_eos_token_ids(name: str) -> list[int]:
         name: Hub id or folder.
 
     Raises:
-        OSError: It has neither a generation config nor a configuration.
+        OSError, ValueError: It has neither a generation config nor a configuration.
     """
     try:
         generation_config = GenerationConfig.from_pretrained(name)
