@@ -18,6 +18,7 @@ from .decoding.checks import check_drafter, check_finite, check_request, check_s
 from .decoding.sampling import Greedy, Sampling
 from .decoding.state import DecodingState, UncachedDecodingState
 from .modeling_dflash import DFlashDraftModel
+from .target.loading import eos_token_ids
 
 
 @dataclass(frozen=True)
@@ -177,9 +178,7 @@ def speculative_decoding(
 def stop_token_ids(target: PreTrainedModel, eos_token_id: int | list[int] | None) -> list[int]:
     """End-of-sequence ids as a list, by default those of the target's generation config."""
     if eos_token_id is None:
-        eos_token_id = target.generation_config.eos_token_id
-    if eos_token_id is None:
-        return []
+        return eos_token_ids(target.generation_config)
     return [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`DFlashTrainer`: a transformers Trainer that runs a frozen target beside the drafter it trains."""
 
-import shutil
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,11 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
-from .configuration_dflash import DFlashDraftConfig
 from .data.packing import PackedDataset, RowSampler
-from .decoding.walk import WalkSums, walk_batch
 from .modeling_dflash import DFlashDraftModel
-from .publishing.hub_pushes import build_publication, push_checkpoint, push_run
+from .publishing.hub_pushes import push_checkpoint, push_run, write_card
 from .publishing.model_card import CardOptions
 from .publishing.training_facts import TrainingFacts
 from .runs.checkpointing import decided_by_main, rotate, write_checkpoint
@@ -27,15 +23,17 @@ from .runs.record import run_record, write_record
 from .runs.remote_checkpoints import RemoteCheckpointCallback
 from .runs.resumed_state import EVALUATION_DUE, DueEvaluation, GivenSettings, check_steps_left, tell_of_schedule
 from .runs.resuming import prepare_output, resume_folder
-from .target.frozen_target import FrozenHead, FrozenTarget
+from .target.frozen_target import FrozenTarget
+from .target.head import FrozenHead
 from .target.pairs import PairCallback, make_pair, pair_accelerator_args
 from .target.startup_times import StartupCallback
 from .training.adapting import check_continuing
 from .training.batches import SetEpoch, data_seed, make_collator, pack_rows, without_repeated_rows
 from .training.context_noise import add_context_noise
 from .training.drafter_loss import drafter_loss
+from .training.evaluation import EvaluationSums
 from .training.losses import BlockSums, Objective, make_objective
-from .training.model_preparation import compile_layers, frozen_target, prepare_drafter
+from .training.model_preparation import compile_layers, frozen_target, load_drafter, prepare_drafter
 from .training.optimizers import muon_with_adamw
 from .training.partial_training import check_resumed_part, is_adapter, make_trainable
 from .training_args import DFlashTrainingArguments
@@ -93,42 +91,10 @@ class DFlashTrainer(Trainer):
         **kwargs,
     ):
         args = args if args is not None else DFlashTrainingArguments(output_dir="tmp_trainer")
-        if not isinstance(args, DFlashTrainingArguments):
-            raise ValueError(
-                f"args is a {type(args).__name__}; DFlashTrainer needs DFlashTrainingArguments, which knows the "
-                "anchors, the noise and the packing."
-            )
-        drafter: Any = DFlashDraftModel.from_pretrained(model) if isinstance(model, str | Path) else model
-        if not isinstance(drafter.config, DFlashDraftConfig):
-            raise ValueError(
-                f"model is a {type(drafter).__name__}; DFlashTrainer trains a DFlashDraftModel, and the target goes "
-                "into target_model. Swap them, or make a drafter with DFlashDraftConfig.from_target_config."
-            )
-        if kwargs.get("compute_metrics") is not None:
-            raise ValueError(
-                "compute_metrics would never be called, since no logits are kept: evaluation reports the loss, the "
-                "acceptance length and the accuracy per slot. Leave it out."
-            )
-        config = drafter.config
-        self.objective = make_objective(
-            args.objective,
-            config.block_size,
-            args.loss_gamma,
-            args.dpace_alpha,
-            args.slot_weights,
-            args.loss_temperature,
-            args.cross_entropy_share,
-        )
-        compares = self.objective.slot_terms.divergence is not None
-        self.target = frozen_target(target_model, config.target_layer_ids, args, compares)
-        tokenizer = processing_class if isinstance(processing_class, PreTrainedTokenizerBase) else None
-        check_continuing(config, self.target, tokenizer)
-        self.head = FrozenHead(self.target.model, args.device)
-        # A frozen drafter under autocast needs no fp32 masters.
-        frozen = is_adapter(drafter) or peft_config is not None
-        prepare_drafter(drafter, args, keep_dtype=frozen and (args.bf16 or args.fp16))
-        drafter = make_trainable(drafter, peft_config, args.trainable_modules, args.seed)
-        self.args, self._tokenizer, self._drafter_config, self.recipe = args, tokenizer, config, recipe
+        drafter = load_drafter(model, args, kwargs)
+        self.args, self.recipe, self._drafter_config = args, recipe, drafter.config
+        self._tokenizer = processing_class if isinstance(processing_class, PreTrainedTokenizerBase) else None
+        drafter = self._prepare_models(drafter, target_model, peft_config)
         if isinstance(eval_dataset, dict) and not isinstance(eval_dataset, DatasetDict):
             eval_dataset = {name: self._pack(data) for name, data in eval_dataset.items()}
         else:
@@ -136,7 +102,7 @@ class DFlashTrainer(Trainer):
         train_dataset = self._pack(train_dataset)
         if data_collator is None:
             rows = train_dataset or (None if isinstance(eval_dataset, dict) else eval_dataset)
-            data_collator = make_collator(rows, args, config.block_size)
+            data_collator = make_collator(rows, args, self._drafter_config.block_size)
         if args.muon:
             kwargs.setdefault("optimizer_cls_and_kwargs", muon_with_adamw(args))
         super().__init__(
@@ -148,24 +114,48 @@ class DFlashTrainer(Trainer):
             processing_class=processing_class,
             **kwargs,
         )
-        self.prefetcher, self.throughput = make_pair(self.target, args)
-        self.add_callback(PairCallback(self.throughput, lambda: self.model_wrapped))
+        self._watch(drafter)
+
+    def _prepare_models(self, drafter: Any, target_model: Any, peft_config: Any) -> Any:
+        """The target and its head, and the drafter or the part of it that is trained."""
+        args, config = self.args, self._drafter_config
+        self.objective = make_objective(
+            args.objective,
+            config.block_size,
+            args.loss_gamma,
+            args.dpace_alpha,
+            args.slot_weights,
+            args.loss_temperature,
+            args.cross_entropy_share,
+        )
+        compares = self.objective.slot_terms.divergence is not None
+        self.target = frozen_target(target_model, config.target_layer_ids, args, compares)
+        check_continuing(config, self.target, self._tokenizer)
+        self.head = FrozenHead(self.target.model, args.device)
+        # A frozen drafter under autocast needs no fp32 masters.
+        frozen = is_adapter(drafter) or peft_config is not None
+        prepare_drafter(drafter, args, keep_dtype=frozen and (args.bf16 or args.fp16))
+        return make_trainable(drafter, peft_config, args.trainable_modules, args.seed)
+
+    def _watch(self, drafter: Any) -> None:
+        """The sums that become metrics, and the callbacks, in the order in which they are called."""
+        args, block_size = self.args, self._drafter_config.block_size
         self._num_parameters = sum(p.numel() for p in drafter.parameters())
-        self._train_sums = BlockSums.zeros(config.block_size, args.device)
-        self._eval_sums = BlockSums.zeros(config.block_size, args.device)
-        self._step_sums = BlockSums.zeros(config.block_size, args.device)
+        self._train_sums = BlockSums.zeros(block_size, args.device)
+        self._step_sums = BlockSums.zeros(block_size, args.device)
+        self._evaluated = EvaluationSums(block_size, args.device)
+        self.prefetcher, self.throughput = make_pair(self.target, args)
         self._guard = StepGuard(drafter, args.max_nonfinite_steps, scaled=self.accelerator.scaler is not None)
         self._interrupts = Interrupts(args.world_size)
+        self._due_evaluation = DueEvaluation(self)
+        self.add_callback(PairCallback(self.throughput, lambda: self.model_wrapped))
         self.add_callback(StartupCallback(self))
         self.add_callback(TrainingFacts(self))
         self.add_callback(self._guard)
         self.add_callback(self._interrupts)
-        self._due_evaluation = DueEvaluation(self)
         self.add_callback(self._due_evaluation)
         if args.remote_checkpoint_dir is not None:
             self.add_callback(RemoteCheckpointCallback(args.remote_checkpoint_dir))
-        self._eval_walk = WalkSums.zeros(config.block_size)
-        self._eval_sources: list[str] | None = None
 
     def _pack(self, data: Any) -> PackedDataset | None:
         config, vocab_size = self._drafter_config, self.head.vocab_size
@@ -297,10 +287,7 @@ class DFlashTrainer(Trainer):
             **kwargs: Only for compatibility with the parent; what they say is known already.
         """
         if self.is_world_process_zero():
-            name = self.hub_model_id or Path(str(self.args.output_dir)).absolute().name
-            with tempfile.TemporaryDirectory() as folder:
-                build_publication(self, Path(folder), name if "/" in name else f"OWNER/{name}", options)
-                shutil.copy(Path(folder, "README.md"), str(self.args.output_dir))
+            write_card(self, options)
 
     def _push_from_checkpoint(self, checkpoint_folder):
         # The parent copies the checkpoint's fp32 weights, and pushes folders that may be rotated away meanwhile.
@@ -407,7 +394,7 @@ class DFlashTrainer(Trainer):
             self.args.loss_chunk_blocks,
             final,
         )
-        (self._step_sums if model.training else self._eval_sums).add(sums)
+        (self._step_sums if model.training else self._evaluated.blocks).add(sums)
         if num_items_in_batch is None:
             normalizer = self.objective.normalizer(labels[..., 1:] != -100)
             loss = loss / normalizer.clamp(min=1e-12)
@@ -428,30 +415,20 @@ class DFlashTrainer(Trainer):
         )
         with torch.no_grad(), self.compute_loss_context_manager():
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-            if "supervised_runs" in inputs:
-                context, sources = outputs["context_hidden_states"], self._eval_sources
-                for answer in walk_batch(model, self._drafter_config, self.head, inputs, context):
-                    self._eval_walk.add(answer, None if sources is None else sources[answer.document])
-            else:
-                logger.warning_once(
-                    "The collator gives no `supervised_runs`, so no answer can be walked: the acceptance length is "
-                    "that at random anchors."
-                )
+            context = outputs["context_hidden_states"]
+            self._evaluated.walk_answers(model, self._drafter_config, self.head, inputs, context)
         return loss.detach(), None, None
 
     def evaluation_loop(  # type: ignore[override]
         self, dataloader, description, metric_key_prefix: str = "eval", **kwargs
     ) -> EvalLoopOutput:
         """The parent's loop, with loss and acceptance as ratios of sums over all blocks instead of means of means."""
-        self._eval_sums.values.zero_()
+        self._evaluated.restart(dataloader.dataset)
         self._guard.evaluated.clear()
-        self._eval_sources = dataloader.dataset.sources if isinstance(dataloader.dataset, PackedDataset) else None
-        self._eval_walk = WalkSums.zeros(self._drafter_config.block_size or 0, sorted(set(self._eval_sources or [])))
         self.prefetcher.wait_until_idle()
         trained = self.model_wrapped is not self.model or self.is_in_train
         output = super().evaluation_loop(dataloader, description, metric_key_prefix=metric_key_prefix, **kwargs)
-        walked = self.accelerator.reduce(self._eval_walk.values.to(self.args.device), reduction="sum")
-        metrics = self._reduced(self._eval_sums).metrics() | WalkSums(walked, self._eval_walk.sources).metrics()
+        metrics = self._evaluated.metrics(self._reduce)
         self._guard.report_evaluation(metrics["loss"])
         metrics = {f"{metric_key_prefix}_{k}": v for k, v in metrics.items()}
         if not trained and self.args.world_size > 1:
@@ -465,7 +442,7 @@ class DFlashTrainer(Trainer):
         """Add the acceptance and accuracies of the blocks trained on since the last log."""
         if "loss" in logs:
             self._guard.flush()
-            reduced = self._reduced(self._train_sums)
+            reduced = BlockSums(self._reduce(self._train_sums.values.clone()))
             metrics = reduced.metrics()
             self._train_sums.values.zero_()
             left_out = self._guard.take_left_out()
@@ -494,8 +471,8 @@ class DFlashTrainer(Trainer):
         """Floating-point operations of the drafter on the blocks, forward and backward, without attention and head."""
         return 6 * self._num_parameters * inputs["labels"].numel()
 
-    def _reduced(self, sums: BlockSums) -> BlockSums:
-        return BlockSums(self.accelerator.reduce(sums.values.clone(), reduction="sum"))
+    def _reduce(self, values: torch.Tensor) -> torch.Tensor:
+        return self.accelerator.reduce(values, reduction="sum")
 
 
 __all__ = ["DFlashTrainer", "add_context_noise", "compile_layers"]

@@ -45,7 +45,7 @@ from benchmark_shapes import (
     target_work,
     uneven_lengths,
 )
-from benchmark_timing import Side, measure, num_bytes, product_rate, profile
+from benchmark_timing import Side, measure, num_bytes, profile
 from benchmark_variants import (
     FLOAT8_TOLERANCES,
     compare_steps,
@@ -56,7 +56,8 @@ from benchmark_variants import (
 
 from dflash_hf import DFlashDraftModel, FrozenTarget
 from dflash_hf.cli import parse_config
-from dflash_hf.target.frozen_target import FrozenHead
+from dflash_hf.runs.planning import product_rate
+from dflash_hf.target.head import FrozenHead
 from dflash_hf.training.losses import Objective, make_objective
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.target.frozen_target import FrozenHead
+from dflash_hf.target.head import FrozenHead
 from dflash_hf.training.losses import IGNORE_INDEX, DecayedCrossEntropy, DPace, Objective
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from dflash_hf import DFlashDraftModel, FrozenTarget
 from dflash_hf.target.dense import PackedDense
-from dflash_hf.target.frozen_target import FrozenHead
+from dflash_hf.target.head import FrozenHead
 from dflash_hf.trainer import add_context_noise, compile_layers
 from dflash_hf.training.drafter_loss import drafter_loss
 from dflash_hf.training.losses import IGNORE_INDEX, Objective

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3_5TextConfig, Qwen3Config
 
 from dflash_hf import DataCollatorForDFlash, DFlashDraftConfig, DFlashDraftModel
-from dflash_hf.target.frozen_target import FrozenHead
+from dflash_hf.target.head import FrozenHead
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -94,21 +94,6 @@ def measure(sides: Sequence[Side], repeats: int, warmup: int, device: torch.devi
     return results
 
 
-def product_rate(device: torch.device) -> float:
-    """Operations per second of a square matrix product: bf16 of 8192 on CUDA, fp32 of 512 elsewhere."""
-    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
-    # Random, since a product of zeros draws less power and runs faster.
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    out = torch.empty_like(a)
-
-    def ten_products():
-        for _ in range(10):
-            torch.mm(a, b, out=out)
-
-    result = measure([Side("product", ten_products)], repeats=5, warmup=1, device=device)["product"]
-    return 10 * 2 * size**3 / result["seconds"]
-
-
 # In this order: the first pattern that a name has decides.
 GROUPS = {
     "attention": r"flex|flash|fmha|attention|sdpa|triton_tem(?!.*mm)",

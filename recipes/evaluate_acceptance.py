@@ -43,7 +43,7 @@ from dflash_hf.decoding.prompts import PRESETS, EvaluationPrompt, preset_prompts
 from dflash_hf.decoding.report_files import DEFINITION, markdown, plot_reports, plot_servers, server_markdown
 from dflash_hf.decoding.sampling import Sampling
 from dflash_hf.decoding.serving import Server, ServerError, ServerReport, measure_server, plain_tokens_per_second
-from dflash_hf.target.frozen_target import check_fits
+from dflash_hf.target.checks import check_fits
 
 
 @dataclass

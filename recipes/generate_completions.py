@@ -39,6 +39,7 @@ from transformers import (
 
 from dflash_hf.data.chat_rows import TOKEN_ID_KEYS
 from dflash_hf.decoding.completion_client import AnswerError, CompletionServer
+from dflash_hf.target.loading import eos_token_ids
 
 
 logger = logging.getLogger(__name__)
@@ -263,8 +264,7 @@ def load_target(arguments: CompletionArguments) -> tuple[PreTrainedModel, PreTra
             f"The tokenizer of {arguments.target} has no chat template, so prompts cannot be written out."
         )
     model.to(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    named = model.generation_config.eos_token_id
-    stop_ids = {*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id} - {None}
+    stop_ids = {*eos_token_ids(model.generation_config), tokenizer.eos_token_id} - {None}
     if not stop_ids:
         raise ValueError(f"{arguments.target} names no end-of-sequence token, so its answers would never stop.")
     sampling = arguments.temperature > 0

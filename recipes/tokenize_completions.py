@@ -16,7 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from dflash_hf.cli import parse_config
@@ -25,6 +25,7 @@ from dflash_hf.data.packing import pack_documents
 from dflash_hf.data.preparation_report import format_summary, marked_examples, plot_lengths
 from dflash_hf.data.tokenize_job import tokenize_files
 from dflash_hf.data.tokenizing import TokenizeOptions
+from dflash_hf.target.loading import read_eos_token_ids
 
 
 @dataclass
@@ -61,12 +62,11 @@ class TokenizeArguments:
 
 
 def target_eos_ids(target: str) -> list[int]:
-    """Ids that end the target's turns by its generation config; none where it has no such file."""
+    """Ids that end the target's turns; none where there is only a tokenizer."""
     try:
-        eos = GenerationConfig.from_pretrained(target).eos_token_id
-    except OSError:
+        return read_eos_token_ids(target)
+    except (OSError, ValueError):
         return []
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
 def report(arguments: TokenizeArguments, tokenizer: PreTrainedTokenizerBase, manifest: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, set_seed
+from transformers import AutoTokenizer, PreTrainedConfig, set_seed
 
 from dflash_hf import (
     DFlashDraftConfig,
@@ -25,17 +25,18 @@ from dflash_hf import (
     load_documents,
 )
 from dflash_hf.cli import errors_in_one_line, parse_config
+from dflash_hf.data.addresses import is_remote
 from dflash_hf.data.manifest import read_manifest
 from dflash_hf.runs.launching import end_together
 from dflash_hf.runs.planning import check_memory, make_plan
 from dflash_hf.runs.preflight import preflight
 from dflash_hf.runs.profiling import ProfileCallback
-from dflash_hf.runs.remote_store import is_remote
 from dflash_hf.runs.resuming import check_writable
 from dflash_hf.target.frozen_target import FrozenTarget
+from dflash_hf.target.loading import read_eos_token_ids
 from dflash_hf.target.pairs import place_target, placements
 from dflash_hf.target.synthetic import random_target, read_target_config, synthetic_documents
-from dflash_hf.training.adapting import adapt, check_continuing
+from dflash_hf.training.adapting import adapt
 from dflash_hf.training.objectives import compares_distributions
 
 
@@ -191,7 +192,7 @@ def read_documents(recipe: RecipeArguments, args: DFlashTrainingArguments, confi
     if recipe.num_synthetic_documents:
         length, mask = min(recipe.synthetic_length, args.row_length), config.mask_token_id or 0
         return synthetic_documents(recipe.num_synthetic_documents, length, config.vocab_size, mask, args.seed), None
-    tokenizer, eos_ids = AutoTokenizer.from_pretrained(recipe.target), eos_token_ids(recipe.target)
+    tokenizer, eos_ids = AutoTokenizer.from_pretrained(recipe.target), read_eos_token_ids(recipe.target)
 
     def documents(address: str, split: str):
         return load_documents(
@@ -211,17 +212,6 @@ def read_documents(recipe: RecipeArguments, args: DFlashTrainingArguments, confi
         is_tokenized = read_manifest(recipe.eval_completions) is not None
         evaluation = documents(recipe.eval_completions, "eval" if is_tokenized else "train")
     return documents(recipe.completions, "train"), evaluation
-
-
-def eos_token_ids(target: str) -> list[int] | None:
-    """Ids after which the target stops, known before its weights are loaded."""
-    try:
-        generation_config = GenerationConfig.from_pretrained(target)
-    except OSError:
-        # Not every model has the file; transformers then derives it from the configuration.
-        generation_config = GenerationConfig.from_model_config(read_target_config(target))
-    eos = generation_config.eos_token_id
-    return [eos] if isinstance(eos, int) else eos
 
 
 def load_target(recipe: RecipeArguments, args: DFlashTrainingArguments, taps: list[int]) -> FrozenTarget:
@@ -262,7 +252,6 @@ def train(recipe: RecipeArguments, args: DFlashTrainingArguments) -> None:
     # Loaded here and not by the trainer, which takes it as it is.
     target = load_target(recipe, args, drafter.config.target_layer_ids)
     tokenizer = None if recipe.random_target_config else AutoTokenizer.from_pretrained(recipe.target)
-    check_continuing(drafter.config, target, tokenizer, train_documents)
 
     def make_trainer(arguments: DFlashTrainingArguments, eval_dataset: Any) -> DFlashTrainer:
         return DFlashTrainer(

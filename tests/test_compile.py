@@ -10,10 +10,11 @@ import tiny
 import torch
 from naive import pack_rows, packed_forward, random_drafter, random_inputs
 
-from dflash_hf.data.collator import DataCollatorForDFlash, num_valid_anchors
+from dflash_hf.data.anchors import num_valid_anchors
+from dflash_hf.data.collator import DataCollatorForDFlash
 from dflash_hf.data.packing import PackedDataset
 from dflash_hf.masking import block_position_ids, training_masks
-from dflash_hf.target.frozen_target import FrozenHead
+from dflash_hf.target.head import FrozenHead
 from dflash_hf.trainer import compile_layers
 
 

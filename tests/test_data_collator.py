@@ -11,15 +11,9 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 from torch.utils.data import BatchSampler, DataLoader
 
-from dflash_hf.data.collator import (
-    DataCollatorForDFlash,
-    _shorten_draws,
-    check_documents,
-    document_seed,
-    draw_anchors,
-    share_of_countable_slots,
-    valid_anchors,
-)
+from dflash_hf.data.anchors import document_seed, draw_anchors, shorten_draws, valid_anchors
+from dflash_hf.data.collator import DataCollatorForDFlash
+from dflash_hf.data.document_checks import check_documents, share_of_countable_slots
 from dflash_hf.data.packing import PackedDataset, RowSampler
 
 
@@ -157,7 +151,7 @@ def test_valid_and_drawn_anchors_equal_the_twin(document, num_anchors):
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=12), st.integers(1, 200))
 @settings(deadline=None)
 def test_row_cap_is_shared_in_proportion(draws, cap):
-    counts = _shorten_draws(np.array(draws), cap)
+    counts = shorten_draws(np.array(draws), cap)
     assert counts.sum() == min(cap, sum(draws)) and (counts <= draws).all()
     assert (counts[np.array(draws) > 0] >= 1).all() or np.count_nonzero(draws) > cap
     if (np.array(draws) * min(cap, sum(draws)) >= sum(draws)).all() and sum(draws):

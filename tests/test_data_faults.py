@@ -26,6 +26,7 @@ from test_tokenize_job import (
 )
 from tiny import byte_tokenizer
 
+from dflash_hf.data.addresses import refuse_credentials
 from dflash_hf.data.chat_messages import RowError
 from dflash_hf.data.chat_rows import read_chats
 from dflash_hf.data.conversations import read_completions, tokenize_conversation
@@ -340,6 +341,20 @@ def test_an_address_with_credentials_is_refused_without_repeating_them(tmp_path,
         out, err = capsys.readouterr()
         assert "holds credentials or a query" in err and SECRET not in out + err
     assert not (tmp_path / "out").exists()
+
+
+# For documents and for checkpoints alike.
+@pytest.mark.parametrize(
+    "address",
+    [
+        "abfs://container@account.dfs.core.windows.net/run",
+        "sftp://user@host:22/run",
+        "hf://datasets/org/name@revision/run",
+        "s3://bucket/run?.jsonl",
+    ],
+)
+def test_a_container_a_user_and_a_revision_are_no_credentials(address):
+    refuse_credentials(address)
 
 
 @pytest.mark.parametrize("address", ["memory://a:b@c", "file:///a:b@c", "/a:b@c?d", "a@b"])

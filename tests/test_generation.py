@@ -15,7 +15,7 @@ from dflash_hf import DFlashDraftModel
 from dflash_hf.decoding import state as decoding_state
 from dflash_hf.decoding.state import DecodingState
 from dflash_hf.generation import speculative_decoding, speculative_generate
-from dflash_hf.target.frozen_target import FrozenHead
+from dflash_hf.target.head import FrozenHead
 
 
 torch.set_num_threads(1)

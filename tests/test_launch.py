@@ -62,7 +62,7 @@ def run(num_supervised, rows_per_step, evaluate=False, train=True, resume=None, 
     result = {}
     if evaluate:
         result["metrics"] = trainer.evaluate()
-        result["walked"] = trainer._eval_walk.values
+        result["walked"] = trainer._evaluated.walk.values
     if train:
         trainer.train(resume_from_checkpoint=resume and f"{sys.argv[1]}/run/checkpoint-{resume}")
     logs = trainer.state.log_history

@@ -18,10 +18,10 @@ from dflash_hf.training.objectives import (
     OBJECTIVES,
     DecayedCrossEntropy,
     DPace,
-    SlotTerms,
     make_objective,
     running_products,
 )
+from dflash_hf.training.slot_terms import SlotTerms
 
 
 HIDDEN, VOCAB, BLOCK = 8, 11, 5

@@ -20,6 +20,7 @@ from tiny import dense_target
 import dflash_hf.runs.checkpointing
 import dflash_hf.runs.remote_checkpoints
 import dflash_hf.runs.remote_store
+from dflash_hf.data.addresses import without_secrets
 from dflash_hf.runs.checkpointing import MANIFEST_NAME, DiskSpaceError, manifest_problems
 from dflash_hf.runs.remote_checkpoints import RemoteCheckpointCallback, RemoteCheckpointError
 from dflash_hf.runs.remote_store import (
@@ -27,7 +28,6 @@ from dflash_hf.runs.remote_store import (
     fetch_checkpoint,
     remote_steps,
     upload_checkpoint,
-    without_secrets,
 )
 
 

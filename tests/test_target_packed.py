@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, FrozenTarget
+from dflash_hf.target import checks, loading
 from dflash_hf.target import frozen_target as target
 from dflash_hf.target import kernels as target_kernels
 from dflash_hf.target import qwen3_5 as target_qwen3_5
@@ -310,7 +311,7 @@ GRAPHS = ("_delta_inputs", "_delta_outputs", "_attention_inputs", "_attention_ou
 
 def test_a_slow_target_is_refused_on_a_gpu_before_it_is_loaded(tmp_path, monkeypatch):
     hybrid_target().save_pretrained(tmp_path / "hybrid")
-    monkeypatch.setattr(target, "_load", lambda *args: pytest.fail("the weights were loaded"))
+    monkeypatch.setattr(target, "load_model", lambda *args: pytest.fail("the weights were loaded"))
     with pytest.raises(
         ValueError, match=r"6 of the target's 8 layers.*pip install 'flash-linear-attention>=0.6'.*slow_target"
     ):
@@ -323,8 +324,8 @@ def test_a_slow_target_is_refused_on_a_gpu_before_it_is_loaded(tmp_path, monkeyp
 
 
 def test_a_hybrid_target_is_not_refused_where_its_kernels_are(monkeypatch):
-    monkeypatch.setattr(target, "delta_kernels_available", lambda: True)
-    target.refuse_slow(hybrid_target().config)
+    monkeypatch.setattr(checks, "delta_kernels_available", lambda: True)
+    checks.refuse_slow(hybrid_target().config)
 
 
 def test_h6_the_reference_rule_is_the_loop_even_where_a_kernel_is_installed(monkeypatch):
@@ -357,14 +358,14 @@ def test_kernels_that_take_no_borders_do_not_count(versions, available, monkeypa
 def test_weights_go_straight_to_a_gpu(monkeypatch):
     given = {}
     monkeypatch.setattr(
-        target.AutoModelForCausalLM, "from_pretrained", lambda name, **kwargs: given.update(kwargs) or dense_target()
+        loading.AutoModelForCausalLM, "from_pretrained", lambda name, **kwargs: given.update(kwargs) or dense_target()
     )
-    target._load("some/target", "cuda:1", {"dtype": "auto"})
+    loading.load_model("some/target", "cuda:1", {"dtype": "auto"})
     assert given == {"device_map": {"": "cuda:1"}, "dtype": "auto"}
-    target._load("some/target", "cuda:1", {"device_map": "auto"})
+    loading.load_model("some/target", "cuda:1", {"device_map": "auto"})
     assert given["device_map"] == "auto"
     given.clear()
-    target._load("some/target", "cpu", {})
+    loading.load_model("some/target", "cpu", {})
     assert given == {}
 
 

@@ -33,11 +33,11 @@ def test_token_ids_outside_the_embedding_are_refused(target, tmp_path, packed):
         make_trainer(target, tmp_path, documents=PackedDataset(documents, 32) if packed else documents)
 
 
-def test_the_mask_token_in_the_data_is_said(target, tmp_path, warnings_of_the_package):
+def test_the_mask_token_in_the_data_is_refused(target, tmp_path):
     documents = make_documents(3)
     documents[2]["input_ids"][4] = MASK_TOKEN_ID
-    make_trainer(target, tmp_path, documents=documents)
-    assert "occurs in the data, first in document 2" in warnings_of_the_package.text
+    with pytest.raises(ValueError, match="mask_token_id=260 occurs in the input_ids of document 2"):
+        make_trainer(target, tmp_path, documents=documents)
 
 
 def test_a_mask_token_that_ends_the_targets_texts_is_refused(tmp_path):

@@ -15,7 +15,7 @@ from tiny import MASK_TOKEN_ID, byte_tokenizer, dense_target, hybrid_target, lla
 from dflash_hf import DataCollatorForDFlash, DFlashTrainer, FrozenTarget, PackedDataset
 from dflash_hf.decoding.walk import WalkedAnswer, WalkSums, follow, right_drafts, walk_batch, walk_documents
 from dflash_hf.generation import speculative_generate
-from dflash_hf.target.frozen_target import FrozenHead
+from dflash_hf.target.head import FrozenHead
 
 
 torch.set_num_threads(1)

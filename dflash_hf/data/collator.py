@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows to tensors: which positions are anchors, and which tokens their blocks learn.
+"""Rows to tensors: their anchors, and which tokens the blocks learn.
 
-Everything random depends on (seed, epoch, document) alone, so that workers, batches, ranks and a resumed run agree.
 Shapes: B rows, T tokens, N anchors, b block size.
 """
 
-import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,169 +12,11 @@ import torch
 from transformers.utils import logging
 
 from ..training.losses import IGNORE_INDEX
-from .packing import Documents, document_lengths, document_spans, seeded_permutation
+from .anchors import as_spans, document_seed, draw_anchors, shorten_draws, supervised_runs, valid_anchors
+from .document_checks import check_spans
 
 
 logger = logging.get_logger(__name__)
-
-
-def document_seed(seed: int, epoch: int, document: int, purpose: str) -> int:
-    """A 63-bit seed for one use (`purpose`: "anchors", "noise") of one document in one epoch, the same everywhere."""
-    digest = hashlib.blake2b(f"{purpose} {seed} {epoch} {document}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def _opens_run(spans: np.ndarray, owners: np.ndarray) -> np.ndarray:
-    """Whether each span [S, 2] does not continue the one before: touching spans of one document make one stretch."""
-    opens = np.ones(len(spans), dtype=bool)
-    opens[1:] = (spans[1:, 0] != spans[:-1, 1]) | (owners[1:] != owners[:-1])
-    return opens
-
-
-def _supervised_runs(spans: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and stops of the unbroken supervised stretches."""
-    opens, closes = _opens_run(spans, owners), np.ones(len(spans), dtype=bool)
-    closes[:-1] = opens[1:]
-    return spans[opens, 0], spans[closes, 1]
-
-
-def _check_spans(spans: np.ndarray, owners: np.ndarray, lengths: np.ndarray) -> None:
-    """Raises for the first span [S, 2] that is not within its document's tokens [S] and behind the span before."""
-    earliest = np.zeros(len(spans), dtype=np.int64)
-    earliest[1:] = np.where(owners[1:] == owners[:-1], spans[:-1, 1], 0)
-    faults = (spans[:, 0] < earliest) | (spans[:, 1] < spans[:, 0]) | (spans[:, 1] > lengths)
-    if faults.any():
-        fault = int(faults.argmax())
-        raise ValueError(
-            f"Document {owners[fault]} has the supervised span {spans[fault].tolist()}, expected one from "
-            f"{earliest[fault]} on within its {lengths[fault]} tokens: spans are half-open, ascending and disjoint. "
-            "Cut the spans where the token ids are cut, and sort and merge them."
-        )
-
-
-def _as_spans(supervised_spans: Sequence[Sequence[int]] | np.ndarray, name: str = "A document") -> np.ndarray:
-    spans = np.asarray(supervised_spans, dtype=np.int64)
-    if spans.size and (spans.ndim != 2 or spans.shape[1] != 2):
-        raise ValueError(
-            f"{name} has supervised_spans of shape {spans.shape}, expected [S, 2]: half-open [start, stop] pairs, for "
-            "example [[12, 40]]."
-        )
-    return spans.reshape(-1, 2)
-
-
-def valid_anchors(supervised_spans: Sequence[Sequence[int]] | np.ndarray) -> np.ndarray:
-    """The positions of a document that may be anchors: those that are supervised and whose next token is too.
-
-    Args:
-        supervised_spans: half-open, ascending, disjoint [start, stop] pairs, in tokens from the document's start.
-
-    Returns:
-        int64 array of positions in the document, ascending.
-    """
-    spans = _as_spans(supervised_spans)
-    starts, stops = _supervised_runs(spans, np.zeros(len(spans), dtype=np.int64))
-    counts = np.maximum(stops - starts - 1, 0)
-    before = np.cumsum(counts) - counts
-    return np.repeat(starts - before, counts) + np.arange(counts.sum())
-
-
-def draw_anchors(
-    supervised_spans: Sequence[Sequence[int]] | np.ndarray, num_anchors: int, seed: int, epoch: int, document: int
-) -> np.ndarray:
-    """Draws `min(num_anchors, valid)` anchors of a document without replacement.
-
-    They are the first ones of a permutation drawn from (seed, epoch, document) alone: a smaller `num_anchors` gives a
-    subset.
-
-    Args:
-        supervised_spans: half-open, ascending, disjoint [start, stop] pairs, in tokens from the document's start.
-        num_anchors: anchors wanted (the paper's number is 512).
-        seed: the run's seed.
-        epoch: every epoch draws anew.
-        document: the document's index in the data set.
-
-    Returns:
-        int64 array of positions in the document, ascending.
-    """
-    valid = valid_anchors(supervised_spans)
-    order = seeded_permutation(len(valid), document_seed(seed, epoch, document, "anchors"))
-    return np.sort(valid[order[:num_anchors]])
-
-
-def _shorten_draws(draws: np.ndarray, cap: int) -> np.ndarray:
-    """Cuts the numbers of anchors per document to `cap` in all, in proportion, each keeping one where possible."""
-    if draws.sum() <= cap:
-        return draws
-    counts = np.zeros_like(draws)
-    if np.count_nonzero(draws) >= cap:
-        counts[np.argsort(-draws, kind="stable")[:cap]] = 1
-        return counts
-    shared = draws > 0
-    left = cap
-    # A document whose share is less than one keeps one anchor; what is left is shared out among the others.
-    while (below_one := shared & (draws * left < draws[shared].sum())).any():
-        counts[below_one] = 1
-        left -= int(np.count_nonzero(below_one))
-        shared &= ~below_one
-    shares = np.where(shared, draws * left, 0)
-    total = draws[shared].sum()
-    counts += shares // total
-    largest_remainders = np.argsort(-(shares % total), kind="stable")
-    counts[largest_remainders[: cap - counts.sum()]] += 1
-    return counts
-
-
-def num_valid_anchors(documents: Documents) -> np.ndarray:
-    """The number of valid anchors of each document, int64 [M].
-
-    Args:
-        documents: documents as dicts or as a `datasets.Dataset`.
-    """
-    spans, owners = document_spans(documents)
-    starts, stops = _supervised_runs(spans, owners)
-    per_run, run_owners = np.maximum(stops - starts - 1, 0), owners[_opens_run(spans, owners)]
-    return np.bincount(run_owners, weights=per_run, minlength=len(documents)).astype(np.int64)
-
-
-def share_of_countable_slots(documents: Documents, block_size: int) -> float:
-    """The share of the drafted slots (1 to b-1) of all valid anchors that have a label: 1.0 for endless answers.
-
-    Args:
-        documents: documents as dicts or as a `datasets.Dataset`.
-        block_size: slots of a block, the anchor's included.
-    """
-    spans, owners = document_spans(documents)
-    starts, stops = _supervised_runs(spans, owners)
-    # The anchors of a stretch of m+1 tokens have 1, 2, .., m tokens ahead of them, of which a block takes up to b-1.
-    anchors, drafted = np.maximum(stops - starts - 1, 0), block_size - 1
-    cut = np.minimum(anchors, drafted)
-    countable = cut * (cut + 1) // 2 + (anchors - cut) * drafted
-    return float(countable.sum() / max(1, drafted * anchors.sum()))
-
-
-def check_documents(documents: Documents, block_size: int) -> None:
-    """Raises if no document has a valid anchor; warns if the answers are too short to fill half of the blocks.
-
-    Args:
-        documents: documents as dicts or as a `datasets.Dataset`.
-        block_size: slots of a block, the anchor's included.
-
-    Raises:
-        ValueError: nothing to learn from, or a span outside its document, unsorted or overlapping.
-    """
-    spans, owners = document_spans(documents)
-    _check_spans(spans, owners, document_lengths(documents)[owners])
-    share = share_of_countable_slots(documents, block_size)
-    if share == 0.0:
-        raise ValueError(
-            f"None of the {len(documents)} documents has two neighbouring supervised tokens, so there is nothing to "
-            "learn from. Check that the conversations have answers and that max_length does not cut them all off."
-        )
-    if share < 0.5:
-        logger.warning(
-            f"Only {share:.1%} of the drafted slots can ever count: the answers are shorter than the block of "
-            f"{block_size}. A smaller block_size trains on the same tokens for less."
-        )
 
 
 @dataclass
@@ -272,7 +111,7 @@ class DataCollatorForDFlash:
         input_ids, anchor_positions = np.concatenate(token_ids), np.concatenate(anchors)
         owners = np.repeat(np.arange(len(spans)), [len(local) for local in spans])
         row_spans = np.concatenate(spans) + offsets[owners, None]
-        starts, stops = _supervised_runs(row_spans, owners)
+        starts, stops = supervised_runs(row_spans, owners)
         return {
             "input_ids": input_ids,
             "position_ids": np.arange(len(input_ids)) - np.repeat(offsets, lengths),
@@ -297,7 +136,7 @@ class DataCollatorForDFlash:
                 "row, shared in proportion; other rows may be cut too. Raise max_anchors_per_row to keep more, or "
                 "lower num_anchors to draw fewer."
             )
-        return _shorten_draws(draws, cap)
+        return shorten_draws(draws, cap)
 
     def _labels(self, input_ids: np.ndarray, anchors: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
         """The labels [N, b] of a row's anchors, each of which lies in one of the supervised stretches."""
@@ -322,6 +161,6 @@ class DataCollatorForDFlash:
         return token_ids.astype(np.int64)
 
     def _spans(self, document: dict[str, Any], length: int) -> np.ndarray:
-        spans = _as_spans(document["supervised_spans"], f"Document {document['document']}")
-        _check_spans(spans, np.full(len(spans), document["document"]), np.full(len(spans), length))
+        spans = as_spans(document["supervised_spans"], f"Document {document['document']}")
+        check_spans(spans, np.full(len(spans), document["document"]), np.full(len(spans), length))
         return spans

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
-from ..runs.remote_store import describe
+from .addresses import describe, refuse_credentials
 from .chat_messages import RowError
 
 
@@ -66,7 +66,7 @@ def open_filesystem(
     address = os.fspath(address)
     if not address:
         raise ValueError("The address is empty: give a file, a folder or an fsspec address.")
-    _check_no_credentials(address)
+    refuse_credentials(address)
     try:
         return fsspec.core.url_to_fs(address, **(storage_options or {}))
     except ImportError as error:
@@ -75,24 +75,6 @@ def open_filesystem(
         raise ValueError(f"{address} cannot be opened ({error}): {install}.") from error
     except ValueError as error:
         raise ValueError(f"{address} cannot be opened ({error}): expected a folder or an fsspec address.") from error
-
-
-def _check_no_credentials(address: str) -> None:
-    """Refuses what would be written into the manifest and every message, without repeating it."""
-    for link in address.split("::"):
-        protocol, found, rest = link.partition("://")
-        host = rest.partition("/")[0]
-        # What stands after a colon is a port, or a password, which may hold a slash.
-        password = host.rpartition("@")[0].partition(":")[2] or host.partition(":")[2]
-        has_password = "@" in rest and bool(password) and not password.isdecimal()
-        # Azure and SSH name a container or a user there, and `hf://datasets/ORG/NAME@revision` a revision.
-        has_key = "@" in host and protocol in ("http", "https", "s3", "s3a", "gs", "gcs")
-        has_query = "?" in rest and protocol in ("http", "https")
-        if found and protocol not in ("file", "local", "memory") and (has_password or has_key or has_query):
-            raise ValueError(
-                f"The {protocol}:// address holds credentials or a query, which would be written into the manifest "
-                "and the messages. Put credentials into the environment or the configuration of the store's package."
-            )
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from transformers.generation import (
 from transformers.utils import logging
 
 from ..modeling_dflash import DFlashDraftModel
-from ..target.frozen_target import check_fits, decoder_layers
+from ..target.checks import check_fits, decoder_layers
 
 
 logger = logging.get_logger(__name__)

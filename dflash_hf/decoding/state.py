@@ -27,7 +27,8 @@ from transformers.cache_utils import (
 )
 
 from ..modeling_dflash import DFlashDraftModel
-from ..target.frozen_target import block_inputs, decoder_layers, head_place, logit_transform
+from ..target.checks import decoder_layers
+from ..target.head import block_inputs, head_place, logit_transform
 
 
 # With a block of 16 behind them, the waiting tokens fill a chunk of the recurrent layers' kernels.

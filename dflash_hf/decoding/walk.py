@@ -24,7 +24,8 @@ from ..data.packing import Documents, PackedDataset, document_lengths
 from ..generation import evaluation_mode
 from ..masking import block_position_ids, training_masks
 from ..modeling_dflash import DFlashDraftModel
-from ..target.frozen_target import FrozenHead, FrozenTarget
+from ..target.frozen_target import FrozenTarget
+from ..target.head import FrozenHead
 from ..training.losses import CHUNK_LOGITS, IGNORE_INDEX
 from .checks import check_drafter
 

@@ -2,6 +2,7 @@
 """What goes to the Hub: the publishable bf16 drafter from a folder of its own, and whole checkpoints beside it."""
 
 import shutil
+import tempfile
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from transformers.trainer_utils import HubStrategy
 from transformers.utils import hf_api, logging
 from transformers.utils.hub import PushInProgress
 
+from ..data.addresses import describe
 from ..runs.remote_checkpoints import linked_copy
-from ..runs.remote_store import describe
 from ..training.partial_training import plain_drafter
 from .model_card import CardOptions
 from .repository import PLOT_NAME, Publication, build_repository
@@ -94,6 +95,20 @@ def build_publication(trainer: Any, folder: Path, repo_id: str, options: CardOpt
     plots = [path for path in sorted(output.glob("*.png")) if path.name != PLOT_NAME]
     facts, results = read_facts(output), recorded_results(output)
     return build_repository(drafter, folder, repo_id, facts=facts, results=results, plots=plots, options=options)
+
+
+def write_card(trainer: Any, options: CardOptions | None = None) -> None:
+    """Write the card of the present drafter into the output folder; needs no network.
+
+    Args:
+        trainer: Whose drafter it is.
+        options: What the publisher adds to the card.
+    """
+    output = Path(trainer.args.output_dir)
+    name = trainer.hub_model_id or output.absolute().name
+    with tempfile.TemporaryDirectory() as folder:
+        build_publication(trainer, Path(folder), name if "/" in name else f"OWNER/{name}", options)
+        shutil.copy(Path(folder, "README.md"), output)
 
 
 def push_run(

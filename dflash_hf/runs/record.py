@@ -14,9 +14,9 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..data.addresses import without_credentials
 from ..data.manifest import manifest_hashes
 from ..data.packing import PackedDataset
-from .remote_store import without_credentials
 
 
 logger = logging.get_logger(__name__)

@@ -10,8 +10,9 @@ from pathlib import Path
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from ..data.addresses import describe
 from .checkpointing import MANIFEST_NAME
-from .remote_store import Heartbeat, check_address, describe, remote_steps, upload_checkpoint
+from .remote_store import Heartbeat, check_address, remote_steps, upload_checkpoint
 
 
 logger = logging.get_logger(__name__)

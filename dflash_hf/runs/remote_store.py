@@ -6,8 +6,6 @@ they are no part of an address. Nothing that is fetched is unpickled without `we
 """
 
 import json
-import os
-import re
 import shutil
 import time
 from collections.abc import Callable
@@ -17,6 +15,7 @@ from typing import Any
 import fsspec
 from transformers.utils import logging
 
+from ..data.addresses import describe, is_remote, refuse_credentials
 from .checkpointing import (
     ASIDE_PREFIX,
     MANIFEST_NAME,
@@ -34,16 +33,6 @@ logger = logging.get_logger(__name__)
 
 # Protocols without folders, where making one may make the bucket: one that is gone must not come back in silence.
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "r2", "memory"}
-# Where an address may hold credentials: `://name:password@` (a password may hold slashes) and `?signature=...`.
-USER_INFO = re.compile(r"://(?:[^\s@]*:[^\s@]*|[^/\s@]*)@")
-QUERY = re.compile(r"(://[^?\s]*)\?\S*")
-# Values of environment variables so named are cut out of what a file system says of itself.
-SECRET_VARIABLE = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL", re.IGNORECASE)
-
-
-def is_remote(address: Any) -> bool:
-    """Whether an address names a protocol, such as `s3://`."""
-    return isinstance(address, str) and "://" in address
 
 
 def check_address(address: str) -> None:
@@ -53,40 +42,14 @@ def check_address(address: str) -> None:
         ValueError: Without repeating what may be a secret.
         ImportError: Naming the package to install.
     """
+    refuse_credentials(address)
     protocol, _, rest = address.partition("://")
-    if "@" in rest or "?" in rest:
-        raise ValueError(
-            f"The {protocol}:// address of the checkpoints holds credentials or a query, which would be written into "
-            "every checkpoint and log. Put them into the environment or the configuration file of its package."
-        )
     if not is_remote(address) or address != address.strip() or not rest.strip("/"):
         raise ValueError(
             f"{address!r} is no address of checkpoints; expected one such as s3://bucket/run, gs://bucket/run or "
             "file:///folder, without spaces around it."
         )
     fsspec.get_filesystem_class(protocol)
-
-
-def without_secrets(text: str) -> str:
-    """A text, cut to 300 characters, without the values of environment variables that hold secrets."""
-    for name, value in os.environ.items():
-        if len(value) >= 8 and SECRET_VARIABLE.search(name):
-            text = text.replace(value, "<" + name + ">")
-    return " ".join(text.split())[:300]
-
-
-def without_credentials(value: Any) -> Any:
-    """JSON whose addresses have lost what is before an `@` and after a `?`, where credentials would be."""
-    if isinstance(value, dict):
-        return {name: without_credentials(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [without_credentials(part) for part in value]
-    return QUERY.sub(r"\1", USER_INFO.sub("://", value)) if isinstance(value, str) else value
-
-
-def describe(error: BaseException) -> str:
-    """Kind and text of an error, without secrets."""
-    return without_secrets(f"{type(error).__name__}: {error}")
 
 
 class Heartbeat(fsspec.Callback):
@@ -230,4 +193,4 @@ def _is_there(folder: Path, files: dict[str, Any]) -> bool:
     return make_manifest(folder, with_hashes=True)["files"] == files
 
 
-__all__ = ["check_address", "fetch_checkpoint", "is_remote", "remote_steps", "upload_checkpoint"]
+__all__ = ["check_address", "fetch_checkpoint", "remote_steps", "upload_checkpoint"]

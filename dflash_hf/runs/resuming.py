@@ -10,6 +10,7 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.utils import CONFIG_NAME, logging
 
 from ..configuration_dflash import DFlashDraftConfig
+from ..data.addresses import describe, is_remote
 from ..publishing.hub_pushes import STAGING_PREFIX
 from .checkpointing import (
     ASIDE_PREFIX,
@@ -23,7 +24,7 @@ from .checkpointing import (
 )
 from .record import CONFIG_FIELDS_OF_SAVING, check_record, is_same_run
 from .remote_checkpoints import SNAPSHOT_PREFIX
-from .remote_store import check_address, describe, fetch_checkpoint, is_remote, remote_steps
+from .remote_store import check_address, fetch_checkpoint, remote_steps
 
 
 logger = logging.get_logger(__name__)

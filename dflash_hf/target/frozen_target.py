@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The frozen target: from packed token ids to the hidden states that a drafter reads.
 
-Shapes: B rows, T packed tokens, K taps, D hidden size, V vocabulary.
+Shapes: B rows, T packed tokens, K taps, D hidden size.
 """
 
-import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
@@ -15,15 +14,17 @@ from threading import Lock
 from typing import Any
 
 import torch
-from accelerate.hooks import remove_hook_from_module
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..configuration_dflash import DFlashDraftConfig
+from .checks import check_fits, decoder_layers, refuse_slow
 from .dense import PackedDense
 from .features import PackedForward, packed_features, padded_features
+from .head import COMPUTE_TYPES, is_on
 from .kernel_cache import keep_tuned_kernels
-from .kernels import LINEAR_ATTENTION_FLOOR, delta_kernels_available, transformers_delta_rule
+from .kernels import transformers_delta_rule
+from .loading import eos_token_ids, load_config, load_model
 from .packing import Piece, document_pieces
 from .qwen3_5 import PackedQwen35
 from .startup_check import packing_fault
@@ -32,95 +33,9 @@ from .startup_times import StartupTimes
 
 logger = logging.getLogger(__name__)
 
-# Types that layers multiply in; others only store quantised weights.
-COMPUTE_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
 
 class _LastTapRead(Exception):
     """Ends the target's forward: nothing after the last tap is needed."""
-
-
-class FrozenHead:
-    """The target's embedding and head on the drafter's device; a tied weight is held once.
-
-    Args:
-        target: The target model.
-        device: Device of the drafter. Nothing is copied where the target is there already.
-    """
-
-    def __init__(self, target: PreTrainedModel, device: torch.device | str):
-        embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
-        if head is None:
-            raise ValueError(
-                f"{type(target).__name__} has no output head (get_output_embeddings() is None), but the drafter's "
-                "logits go through the target's head. Load the target with AutoModelForCausalLM."
-            )
-        # One deepcopy of both keeps a tied weight tied.
-        pair = nn.ModuleList([embedding, head])
-        if not all(_is_on(p, device) for p in pair.parameters()):
-            # A target spread over devices moves its inputs by hooks, which the copy must not follow.
-            pair = remove_hook_from_module(copy.deepcopy(pair), recurse=True).to(device)
-        self.embedding, self.head = pair.requires_grad_(False)
-        self.embedding_weight: torch.Tensor = self.embedding.get_parameter("weight")
-        if self.embedding_weight.dtype not in COMPUTE_TYPES:
-            raise ValueError(
-                f"The target's embedding is stored as {self.embedding_weight.dtype}, but the drafter reads its rows "
-                "as they are. Quantise the target without its embedding, as most methods do."
-            )
-        self.head_dtype: torch.dtype = head_place(self.embedding_weight, self.head)[1]
-        self.vocab_size: int = self.embedding_weight.shape[0]
-        self._transform = logit_transform(target.config.get_text_config(decoder=True))
-
-    def noise_embeds(self, anchor_token_ids: torch.Tensor, mask_token_id: int, block_size: int) -> torch.Tensor:
-        """[`block_inputs`] from the target's embedding."""
-        return block_inputs(self.embedding_weight, anchor_token_ids, mask_token_id, block_size)
-
-    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits `[..., V]` of the drafter's output `[..., D]`, multiplied in the type of the head.
-
-        Where the target scales its logits or caps them softly, these are scaled and capped too.
-        """
-        return self._transform(self.head(hidden_states.to(self.head_dtype)))
-
-
-def head_place(embedding_weight: torch.Tensor, head: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Device and type of a head's input."""
-    # A quantised head may store integers, or no weight at all; it multiplies in the type of the embedding.
-    weight = dict(head.named_parameters()).get("weight", embedding_weight)
-    return weight.device, weight.dtype if weight.dtype in COMPUTE_TYPES else embedding_weight.dtype
-
-
-def logit_transform(config: PreTrainedConfig) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What a target does with its logits after the head, by the fields of its configuration that say so."""
-    fields = config.to_dict()
-    scale = (fields.get("logit_scale") or 1.0) / (fields.get("logits_scaling") or 1.0)
-    cap = fields.get("final_logit_softcapping")
-
-    def transform(logits: torch.Tensor) -> torch.Tensor:
-        logits = logits if scale == 1.0 else logits * scale
-        return logits if not cap else cap * torch.tanh(logits / cap)
-
-    return transform
-
-
-def block_inputs(
-    embedding_weight: torch.Tensor, anchor_token_ids: torch.Tensor, mask_token_id: int, block_size: int
-) -> torch.Tensor:
-    """Raw embeddings of `[anchor, mask, ..., mask]` for every block.
-
-    Args:
-        embedding_weight (`torch.Tensor` of shape `[V, D]`): The target's embedding table.
-        anchor_token_ids (`torch.Tensor` of shape `[B, N]`): Token at each anchor.
-        mask_token_id: Token id of a slot to be drafted.
-        block_size: Slots per block, `b`.
-
-    Returns:
-        `torch.Tensor` of shape `[B, N * b, D]`, without any norm or scale that the target puts on embeddings.
-    """
-    rows, num_anchors = anchor_token_ids.shape
-    ids = anchor_token_ids.new_full((rows, num_anchors, block_size), mask_token_id)
-    ids[..., 0] = anchor_token_ids
-    return nn.functional.embedding(ids.flatten(1), embedding_weight)
 
 
 class FrozenTarget:
@@ -175,8 +90,8 @@ class FrozenTarget:
         owned = isinstance(model, str | Path)
         if isinstance(model, str | Path):
             if not allow_slow_target and device is not None and torch.device(device).type == "cuda":
-                refuse_slow(_load_config(model, init_kwargs))
-            model = _load(model, device, init_kwargs)
+                refuse_slow(load_config(model, init_kwargs))
+            model = load_model(model, device, init_kwargs)
         self.model: Any = model
         if any(p.is_meta for p in self.model.parameters()):
             raise ValueError(
@@ -193,7 +108,7 @@ class FrozenTarget:
         self.model.requires_grad_(False).eval()
         devices = {p.device for p in self.model.parameters()}
         # A target that from_pretrained spread over several devices stays where it is.
-        if device is not None and len(devices) == 1 and not _is_on(next(self.model.parameters()), device):
+        if device is not None and len(devices) == 1 and not is_on(next(self.model.parameters()), device):
             self.model.to(device)  # type: ignore[arg-type]
         on_cuda = self.device.type == "cuda"
         if on_cuda and not allow_slow_target:
@@ -234,10 +149,9 @@ class FrozenTarget:
         return self.model.device
 
     @property
-    def eos_token_ids(self) -> list[int] | None:
+    def eos_token_ids(self) -> list[int]:
         """Ids after which the target stops generating, by its generation config."""
-        eos = self.model.generation_config.eos_token_id
-        return [eos] if isinstance(eos, int) else eos
+        return eos_token_ids(self.model.generation_config)
 
     def tuning_notice(self) -> str | None:
         """What to tell whoever waits for the first forward, if that compiles and tunes."""
@@ -425,105 +339,10 @@ class FullDepth:
         return self.target.all_hidden_states(input_ids, document_lengths)
 
 
-def check_fits(drafter_config: DFlashDraftConfig, target_config: PreTrainedConfig, embedding_rows: int) -> None:
-    """Refuse a drafter that was made for another target.
-
-    Args:
-        drafter_config: The drafter's configuration.
-        target_config: The target's configuration, text-only or multimodal.
-        embedding_rows: Rows of the target's embedding.
-
-    Raises:
-        ValueError: Naming the field, both values and the way out.
-    """
-    mask = drafter_config.mask_token_id
-    if mask is not None and mask >= embedding_rows:
-        raise ValueError(
-            f"mask_token_id={mask} is outside the target's embedding of {embedding_rows} rows; choose an id in "
-            f"0..{embedding_rows - 1} that texts do not use."
-        )
-    text_config = target_config.get_text_config(decoder=True)
-    expected = {
-        "hidden_size": text_config.hidden_size,
-        "num_target_layers": text_config.num_hidden_layers,
-        "vocab_size": embedding_rows,  # engines size the shared head by it
-    }
-    for name, value in expected.items():
-        given = getattr(drafter_config, name)
-        if given != value:
-            raise ValueError(
-                f"The drafter's {name} is {given}, the target's is {value}: a drafter works only with the target "
-                "whose hidden states, embeddings and head it was made for. Load that target, or make a drafter with "
-                "DFlashDraftConfig.from_target_config(target.config, ...)."
-            )
-
-
 def _quantised(model: Any) -> bool:
     """Whether a compiler would meet layers or weights that are not torch's own."""
     plain = all(type(p) is nn.Parameter and p.dtype in COMPUTE_TYPES for p in model.parameters())
     return not plain or "quantization_config" in model.config.to_dict()
 
 
-def _is_on(parameter: torch.Tensor, device: torch.device | str) -> bool:
-    """Whether a parameter is on a device; a device without index means any of its kind that is in use."""
-    device = torch.device(device)
-    return parameter.device.type == device.type and device.index in (None, parameter.device.index)
-
-
-def decoder_layers(model: Any) -> nn.ModuleList:
-    decoder = model.get_decoder()
-    layers = dict(decoder.named_children()).get("layers")
-    if not isinstance(layers, nn.ModuleList):
-        raise ValueError(
-            f"{type(model).__name__} keeps its decoder layers in another place than `get_decoder().layers`, so they "
-            "cannot be read. Targets of the Llama and Qwen families and most others are supported."
-        )
-    return layers
-
-
-def refuse_slow(config: PreTrainedConfig) -> None:
-    """Refuse a hybrid target that would run its reference loops on a GPU.
-
-    Args:
-        config: The target's configuration.
-
-    Raises:
-        ValueError: When it has linear attention and flash-linear-attention is missing or too old.
-    """
-    kinds = config.get_text_config(decoder=True).to_dict().get("layer_types") or []
-    if "linear_attention" in kinds and not delta_kernels_available():
-        raise ValueError(
-            f"{kinds.count('linear_attention')} of the target's {len(kinds)} layers are linear attention, and without "
-            f"flash-linear-attention {LINEAR_ATTENTION_FLOOR} or newer they run transformers' reference loop, which "
-            "is right and far too slow on a GPU. "
-            f"`pip install 'flash-linear-attention>={LINEAR_ATTENTION_FLOOR}'`, or pass allow_slow_target=True."
-        )
-
-
-def _load_config(name: str | Path, init_kwargs: dict) -> PreTrainedConfig:
-    with _explained(name):
-        return AutoConfig.from_pretrained(name, return_unused_kwargs=True, **init_kwargs)[0]
-
-
-def _load(name: str | Path, device: torch.device | str | None, init_kwargs: dict) -> PreTrainedModel:
-    if device is not None and torch.device(device).type == "cuda":
-        # Weights go straight to the device, which some quantised ones must.
-        init_kwargs = {"device_map": {"": str(torch.device(device))}, **init_kwargs}
-    with _explained(name):
-        return AutoModelForCausalLM.from_pretrained(name, **init_kwargs)
-
-
-@contextmanager
-def _explained(name: str | Path) -> Iterator[None]:
-    if isinstance(name, Path) and not name.is_dir():
-        raise OSError(f"There is no target folder {name}. Give a folder with config.json and weights, or a Hub id.")
-    try:
-        yield
-    except OSError as error:
-        raise OSError(
-            f"The target {str(name)!r} cannot be loaded: it is neither a folder with config.json and weights nor a "
-            f"model that the Hub gives to this account. Check the spelling, the path or the login. ({error})"
-        ) from error
-
-
-__all__ = ["FrozenHead", "FrozenTarget", "FullDepth"]
+__all__ = ["FrozenTarget", "FullDepth"]

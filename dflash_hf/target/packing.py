@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the documents of a batch share the forwards of the target: in one packed row, or in rows of similar length."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,28 +57,28 @@ def groups_of_similar_length(pieces: Iterable[Piece], max_tokens: int = MAX_FORW
         pieces: The documents.
         max_tokens: Tokens of a group, padding included; a longer document makes a group of its own.
 
-    Yields:
+    Returns:
         Groups whose padding is below `MAX_PADDING` of their tokens.
     """
-    group: list[Piece] = []
-    tokens = 0
-    for piece in sorted(pieces, key=lambda p: -p.length):
-        padded = (len(group) + 1) * (group[0].length if group else piece.length)
-        if group and (padded > max_tokens or padded * (1 - MAX_PADDING) > tokens + piece.length):
-            yield group
-            group, tokens = [], 0
-        group.append(piece)
-        tokens += piece.length
-    if group:
-        yield group
+
+    def fits(longest: int, count: int, tokens: int) -> bool:
+        padded = longest * count
+        return padded <= max_tokens and padded * (1 - MAX_PADDING) <= tokens
+
+    return _groups(sorted(pieces, key=lambda p: -p.length), fits)
 
 
 def groups_in_order(pieces: Iterable[Piece], max_tokens: int = MAX_FORWARD_TOKENS) -> Iterator[list[Piece]]:
     """Documents in their order, in groups of at most `max_tokens` tokens that one packed forward takes."""
+    return _groups(pieces, lambda first, count, tokens: tokens <= max_tokens)
+
+
+def _groups(pieces: Iterable[Piece], fits: Callable[[int, int, int], bool]) -> Iterator[list[Piece]]:
+    """Documents in their order, a new group wherever one more does not fit: its first length, documents and tokens."""
     group: list[Piece] = []
     tokens = 0
     for piece in pieces:
-        if group and tokens + piece.length > max_tokens:
+        if group and not fits(group[0].length, len(group) + 1, tokens + piece.length):
             yield group
             group, tokens = [], 0
         group.append(piece)

@@ -2,12 +2,9 @@
 """Continuing from a published drafter: named changes of its block size, window and taps, and what must hold first."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import datasets
-import numpy as np
-import pyarrow.compute as pc
 import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -15,7 +12,6 @@ from transformers.utils import logging
 from ..checkpoint_format import problem_report
 from ..config_rules import field_problems
 from ..configuration_dflash import DFlashDraftConfig
-from ..data.packing import Documents
 from ..modeling_dflash import DFlashDraftModel
 from ..target.frozen_target import FrozenTarget
 
@@ -149,16 +145,14 @@ def check_continuing(
     config: DFlashDraftConfig,
     target: FrozenTarget,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    documents: Documents | None = None,
 ) -> None:
-    """Refuse a target, a tokenizer or data that a drafter was not made for, before any GPU time is spent.
+    """Refuse a target or a tokenizer that a drafter was not made for, before any GPU time is spent.
 
     Args:
         config: The drafter's configuration.
         target: Must have the drafter's hidden size, depth, vocabulary and taps.
         tokenizer: The target's. The mask token must be past its last token, or one of its added special tokens that
             neither ends, begins nor pads a text nor is written by its chat template.
-        documents: Documents whose `input_ids` must be free of the mask token.
 
     Raises:
         ValueError: Naming the field or the token, and the way out.
@@ -171,17 +165,13 @@ def check_continuing(
         "with; for a new drafter choose a reserved special token, or a row of the embedding past the tokenizer's "
         "last id."
     )
-    if mask in (target.eos_token_ids or []):
+    if mask in target.eos_token_ids:
         raise ValueError(
             f"mask_token_id={mask} ends the target's texts (eos_token_id of its generation config). {way_out}"
         )
     if tokenizer is not None and (use := _use_of_token(tokenizer, mask)):
         token = tokenizer.convert_ids_to_tokens(mask)
         raise ValueError(f"mask_token_id={mask} is {token!r}, which is a token in use: {use}. {way_out}")
-    rows = target.model.get_input_embeddings().weight.shape[0]
-    if documents is not None and (index := scan_token_ids(documents, rows, mask)) is not None:
-        token = "" if tokenizer is None else f" ({tokenizer.convert_ids_to_tokens(mask)!r})"
-        raise ValueError(f"mask_token_id={mask}{token} occurs in the input_ids of document {index}. {way_out}")
 
 
 def _use_of_token(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str | None:
@@ -204,49 +194,6 @@ def _use_of_token(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str | No
     if any(added.content in text for text in (templates.values() if isinstance(templates, dict) else [templates])):
         return "the chat template writes it"
     return None
-
-
-def scan_token_ids(documents: Documents, embedding_rows: int, mask_token_id: int) -> int | None:
-    """Refuse ids that the target's embedding does not have, and look for the mask token.
-
-    Args:
-        documents: Documents with `input_ids`.
-        embedding_rows: Rows of the target's embedding.
-        mask_token_id: The drafter's mask token.
-
-    Returns:
-        Index of the first document that holds the mask token, or None.
-
-    Raises:
-        ValueError: Naming the first document with an id outside the embedding.
-    """
-    first, found = 0, None
-    for tokens, lengths in _token_batches(documents):
-        ends = np.cumsum(lengths)
-        outside = np.flatnonzero((tokens < 0) | (tokens >= embedding_rows))
-        if len(outside):
-            raise ValueError(
-                f"Document {first + int(np.searchsorted(ends, outside[0], side='right'))} holds the token id "
-                f"{tokens[outside[0]]}, which is outside the target's embedding of {embedding_rows} rows: the data "
-                "was made with another tokenizer. Tokenise it with the target's."
-            )
-        hits = np.flatnonzero(tokens == mask_token_id)
-        if found is None and len(hits):
-            found = first + int(np.searchsorted(ends, hits[0], side="right"))
-        first += len(lengths)
-    return found
-
-
-def _token_batches(documents: Documents) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(all token ids of a batch of documents, length of each)."""
-    if isinstance(documents, datasets.Dataset):
-        # Arrow holds the ids of many documents in one array: no Python list is made.
-        for table in documents.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=1000):
-            for chunk in table["input_ids"].chunks:
-                yield chunk.flatten().to_numpy(), pc.list_value_length(chunk).to_numpy()
-    else:
-        for document in documents:
-            yield np.asarray(document["input_ids"]), np.array([len(document["input_ids"])])
 
 
 def _rebuilt(drafter: DFlashDraftModel, tensors: dict[str, torch.Tensor] | None = None, **changes) -> DFlashDraftModel:

@@ -7,19 +7,17 @@ import numpy as np
 from accelerate.state import GradientState
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainerCallback
-from transformers.utils import logging
 
-from ..data.collator import DataCollatorForDFlash, check_documents, num_valid_anchors
+from ..data.anchors import num_valid_anchors
+from ..data.collator import DataCollatorForDFlash
 from ..data.conversations import tokenize_completions
+from ..data.document_checks import check_documents, check_token_ids
 from ..data.manifest import check_documents_fit
 from ..data.packing import PackedDataset, RowSampler, with_sources
 from ..target.frozen_target import FrozenTarget
 from ..training_args import DFlashTrainingArguments
-from .adapting import scan_token_ids
 from .losses import IGNORE_INDEX
 
-
-logger = logging.get_logger(__name__)
 
 # Anchor slots of a row are padded to a multiple of this, so that their slots fill whole tiles of the attention.
 ANCHOR_BUCKET = 64
@@ -56,13 +54,7 @@ def pack_rows(
     documents = data.documents if isinstance(data, PackedDataset) else _documents(data, args, target, tokenizer)
     check_documents_fit(documents, tokenizer, args.allow_other_template)
     check_documents(documents, config.block_size)
-    found = scan_token_ids(documents, vocab_size, config.mask_token_id)
-    if found is not None:
-        logger.warning(
-            f"The mask token {config.mask_token_id} occurs in the data, first in document {found}: there the drafter "
-            "takes a known token for a slot to be drafted. Choose a token that texts do not use, unless this one is "
-            "rare."
-        )
+    check_token_ids(documents, vocab_size, config.mask_token_id)
     if isinstance(data, PackedDataset):
         return data
     return PackedDataset(documents, args.row_length, seed=data_seed(args))

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ..masking import block_position_ids, training_masks
-from ..target.frozen_target import FrozenHead
+from ..target.head import FrozenHead
 from .losses import BlockSums, Objective, TargetStates, frozen_head_loss
 
 

@@ -14,15 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from .objectives import (
-    IGNORE_INDEX,
-    DecayedCrossEntropy,
-    DPace,
-    Objective,
-    SlotTerms,
-    default_gamma,
-    make_objective,
-)
+from .objectives import DecayedCrossEntropy, DPace, Objective, default_gamma, make_objective
+from .slot_terms import IGNORE_INDEX, SlotTerms
 
 
 # Logits of one chunk are kept only while the chunk is worked on: 2**27 of them in fp32 are half a gigabyte, 2**29 in

@@ -2,11 +2,13 @@
 """Target and drafter as training needs them: loaded, placed and frozen; in fp32, with compiled layers."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..configuration_dflash import DFlashDraftConfig
 from ..modeling_dflash import DFlashDraftModel
 from ..target.frozen_target import FrozenTarget
 from ..target.pairs import place_target
@@ -14,6 +16,36 @@ from ..training_args import DFlashTrainingArguments
 
 
 logger = logging.get_logger(__name__)
+
+
+def load_drafter(model: DFlashDraftModel | str | Path, args: Any, others: dict[str, Any]) -> Any:
+    """The drafter that a trainer was given, with arguments that can train one.
+
+    Args:
+        model: The drafter, or its folder or Hub id.
+        args: The training arguments.
+        others: Further arguments of transformers' Trainer.
+
+    Raises:
+        ValueError: One of them is of another kind, or would have no effect.
+    """
+    if not isinstance(args, DFlashTrainingArguments):
+        raise ValueError(
+            f"args is a {type(args).__name__}; DFlashTrainer needs DFlashTrainingArguments, which knows the "
+            "anchors, the noise and the packing."
+        )
+    drafter: Any = DFlashDraftModel.from_pretrained(model) if isinstance(model, str | Path) else model
+    if not isinstance(drafter.config, DFlashDraftConfig):
+        raise ValueError(
+            f"model is a {type(drafter).__name__}; DFlashTrainer trains a DFlashDraftModel, and the target goes "
+            "into target_model. Swap them, or make a drafter with DFlashDraftConfig.from_target_config."
+        )
+    if others.get("compute_metrics") is not None:
+        raise ValueError(
+            "compute_metrics would never be called, since no logits are kept: evaluation reports the loss, the "
+            "acceptance length and the accuracy per slot. Leave it out."
+        )
+    return drafter
 
 
 def frozen_target(
@@ -106,4 +138,4 @@ def compile_layers(model: DFlashDraftModel, **kwargs) -> None:
         layer.compile(dynamic=False, **kwargs)
 
 
-__all__ = ["compile_layers", "frozen_target", "prepare_drafter"]
+__all__ = ["compile_layers", "frozen_target", "load_drafter", "prepare_drafter"]

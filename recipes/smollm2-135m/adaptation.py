@@ -40,6 +40,7 @@ from dflash_hf import (
 )
 from dflash_hf.cli import parse_config
 from dflash_hf.runs.guards import NonFiniteTrainingError
+from dflash_hf.target.loading import eos_token_ids
 from dflash_hf.training.drafter_adapters import lora_config
 
 
@@ -245,8 +246,7 @@ def answered(
 ) -> list[dict]:
     """The target's greedy answers as rows of completions, with the token ids it wrote."""
     tokenizer.padding_side = "left"
-    eos = model.generation_config.eos_token_id
-    ends = set(eos if isinstance(eos, list) else [eos])
+    ends = set(eos_token_ids(model.generation_config))
     rows = []
     for start in tqdm(range(0, len(texts), 256), desc="answering"):
         chats = [[{"role": "user", "content": text}] for text in texts[start : start + 256]]

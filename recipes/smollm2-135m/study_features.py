@@ -4,7 +4,7 @@
 Shapes: M documents, S tokens of all of them, B rows, T tokens of a row, K taps, D hidden size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,7 @@ import torch
 from tqdm.auto import tqdm
 
 from dflash_hf.target.frozen_target import FrozenTarget
-
-
-FORWARD_TOKENS = 16384
+from dflash_hf.target.packing import Piece, groups_in_order
 
 
 class Features:
@@ -42,7 +40,10 @@ class Features:
             self.final = torch.zeros(num_tokens + 1, width, dtype=dtype, device=device)
         self.padding = num_tokens
         bar = tqdm(total=num_tokens, desc=f"target on {progress}", unit="token", unit_scale=True)
-        for group in groups_of_tokens(lengths):
+        pieces = [Piece(index, 0, length) for index, length in enumerate(lengths.tolist())]
+        # The shortest first: equal lengths share an attention call.
+        for pieces_of_group in groups_in_order(sorted(pieces, key=lambda piece: piece.length)):
+            group = [piece.row for piece in pieces_of_group]
             ids = np.concatenate([documents[index]["input_ids"] for index in group])
             states = target.all_hidden_states(torch.from_numpy(ids)[None], [lengths[group].tolist()])[0].to(device)
             places = np.concatenate([self.starts[index] + np.arange(lengths[index]) for index in group])
@@ -66,17 +67,3 @@ class Features:
             joined = torch.from_numpy(np.concatenate(places))
             index[row, : len(joined)] = joined
         return index
-
-
-def groups_of_tokens(lengths: np.ndarray) -> Iterator[np.ndarray]:
-    """Documents in groups of up to `FORWARD_TOKENS` tokens, shortest first: equal lengths share an attention call."""
-    group: list[int] = []
-    tokens = 0
-    for index in np.argsort(lengths, kind="stable"):
-        if group and tokens + lengths[index] > FORWARD_TOKENS:
-            yield np.array(group)
-            group, tokens = [], 0
-        group.append(int(index))
-        tokens += int(lengths[index])
-    if group:
-        yield np.array(group)

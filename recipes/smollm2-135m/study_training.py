@@ -23,7 +23,8 @@ from dflash_hf import DFlashDraftModel
 from dflash_hf.data.collator import DataCollatorForDFlash
 from dflash_hf.data.packing import PackedDataset
 from dflash_hf.decoding.walk import WalkSums, walk_batch
-from dflash_hf.target.frozen_target import FrozenHead, FrozenTarget
+from dflash_hf.target.frozen_target import FrozenTarget
+from dflash_hf.target.head import FrozenHead
 from dflash_hf.trainer import add_context_noise
 from dflash_hf.training.drafter_loss import drafter_loss
 from dflash_hf.training.losses import BlockSums, make_objective

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Targets and what belongs to them, by Hub id or folder."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+
+def load_config(name: str | Path, init_kwargs: dict) -> PreTrainedConfig:
+    with _explained(name):
+        return AutoConfig.from_pretrained(name, return_unused_kwargs=True, **init_kwargs)[0]
+
+
+def load_model(name: str | Path, device: torch.device | str | None, init_kwargs: dict) -> PreTrainedModel:
+    if device is not None and torch.device(device).type == "cuda":
+        # Weights go straight to the device, which some quantised ones must.
+        init_kwargs = {"device_map": {"": str(torch.device(device))}, **init_kwargs}
+    with _explained(name):
+        return AutoModelForCausalLM.from_pretrained(name, **init_kwargs)
+
+
+@contextmanager
+def _explained(name: str | Path) -> Iterator[None]:
+    if isinstance(name, Path) and not name.is_dir():
+        raise OSError(f"There is no target folder {name}. Give a folder with config.json and weights, or a Hub id.")
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"The target {str(name)!r} cannot be loaded: it is neither a folder with config.json and weights nor a "
+            f"model that the Hub gives to this account. Check the spelling, the path or the login. ({error})"
+        ) from error
+
+
+def eos_token_ids(generation_config: GenerationConfig) -> list[int]:
+    """Ids after which a target stops generating."""
+    ids = generation_config.eos_token_id
+    if ids is None:
+        return []
+    return [ids] if isinstance(ids, int) else list(ids)
+
+
+def read_eos_token_ids(name: str) -> list[int]:
+    """[`eos_token_ids`] of a target whose weights need not be there.
+
+    Args:
+        name: Hub id or folder.
+
+    Raises:
+        OSError, ValueError: It has neither a generation config nor a configuration.
+    """
+    try:
+        generation_config = GenerationConfig.from_pretrained(name)
+    except OSError:
+        # Not every model has the file; transformers then derives it from the configuration.
+        config = AutoConfig.from_pretrained(name).get_text_config(decoder=True)
+        generation_config = GenerationConfig.from_model_config(config)
+    return eos_token_ids(generation_config)
+
+
+__all__ = ["eos_token_ids", "load_config", "load_model", "read_eos_token_ids"]
