@@ -19,7 +19,7 @@ from dflash_hf.training.optimizers import MuonWithAdamW
 
 
 NO_TORCHAO = "{} needs torchao, which cannot be imported ({}). Run `pip install --no-deps torchao`, or leave it out."
-CHECKPOINTING = "gradient_checkpointing"
+CHECKPOINTING = "activation_checkpointing"
 # Scales per tensor or per row (and column); the last one computes the gradients of weights in bf16.
 FLOAT8_RECIPES = {"float8": "tensorwise", "float8_rowwise": "rowwise", "float8_rowwise_gw_hp": "rowwise_with_gw_hp"}
 VARIANTS = ("plain", CHECKPOINTING, *FLOAT8_RECIPES)

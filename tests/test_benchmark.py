@@ -263,7 +263,7 @@ def test_what_cannot_be_timed_is_refused(words, message, monkeypatch):
     [
         (["--peers", "speculators"], "speculators, which is not installed"),
         (["--optimizer", "adamw,adamw_8bit"], "adamw_8bit needs torchao"),
-        (["--variants", "plain,gradient_checkpointing+float8"], "float8 needs torchao"),
+        (["--variants", "plain,activation_checkpointing+float8"], "float8 needs torchao"),
     ],
 )
 def test_what_is_not_installed_is_told_before_anything_is_timed(words, message, monkeypatch):

@@ -123,14 +123,14 @@ def test_the_attention_benchmark_compares_equal_work(tmp_path, monkeypatch):
     assert report["largest_relative_difference"] < 1e-5
 
 
-def test_gradient_checkpointing_changes_nothing_and_keeps_less():
+def test_activation_checkpointing_changes_nothing_and_keeps_less():
     rows = pack_rows([[(30, [2, 7, 9, 25]), (16, [0, 5, 6])]], padding=3, unused=1)
     drafter = random_drafter([SLIDING, FULL], window=9).train()
     noise, context = random_inputs(drafter, rows)
     results, kept = [], []
     for checkpointing in (False, True):
         if checkpointing:
-            drafter.gradient_checkpointing_enable()
+            drafter.activation_checkpointing_enable()
         drafter.zero_grad()
         saved: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(

@@ -159,7 +159,7 @@ def test_checkpointed_layers_train_the_same_part_the_same(target, base, tmp_path
             tmp_path / str(checkpointing),
             target,
             drafter=DFlashDraftModel.from_pretrained(base),
-            gradient_checkpointing=checkpointing,
+            activation_checkpointing=checkpointing,
             max_steps=2,
             save_strategy="no",
             learning_rate=1e-2,

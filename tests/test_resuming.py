@@ -81,7 +81,7 @@ def equal(one: dict, other: dict) -> bool:
 
 @pytest.mark.parametrize(
     "change",
-    [{}, {"prefetch_depth": 0}, {"logging_steps": 3}, {"optim": "adamw_torch"}, {"gradient_checkpointing": True}],
+    [{}, {"prefetch_depth": 0}, {"logging_steps": 3}, {"optim": "adamw_torch"}, {"activation_checkpointing": True}],
 )
 def test_c5_what_does_not_touch_the_course_of_a_run_may_change(run, target, change, caplog):
     whole = load_file(run / f"checkpoint-{STEPS}" / "model.safetensors")

@@ -69,7 +69,7 @@ def test_a_step_that_is_not_finite_leaves_8_bit_adamw_alone(tmp_path):
 
 def test_variants_and_optimizers_are_timed_beside_the_plain_step(tmp_path):
     output = tmp_path / "results.json"
-    variants = "plain,gradient_checkpointing,float8,gradient_checkpointing+float8_rowwise"
+    variants = "plain,activation_checkpointing,float8,activation_checkpointing+float8_rowwise"
     words = ["--variants", variants, "--optimizer", "adamw,muon,adamw_8bit", "--output", str(output)]
     benchmark.main([*QUICK, *words])
     rows = {row["part"]: row for row in json.loads(output.read_text())["rows"]}
@@ -110,7 +110,7 @@ def test_fp8_beyond_its_tolerance_is_told_and_not_refused(monkeypatch, capsys):
 
 @pytest.mark.parametrize("variant", ["float16", "plain+float8", "float8+float8_rowwise", "float8+float8", ""])
 def test_what_is_no_variant_is_refused(variant):
-    with pytest.raises(ValueError, match="gradient_checkpointing"):
+    with pytest.raises(ValueError, match="activation_checkpointing"):
         check_variant(variant)
 
 

@@ -183,7 +183,7 @@ def check_memory(plan: Plan, total_bytes: int, num_visible: int) -> None:
     elif plan.target_bytes > plan.drafter_bytes:
         remedy = "a quantised target (quantization_config in target_model_init_kwargs), or target_layout=spread"
     else:
-        remedy = "fewer anchors (num_anchors, max_anchors_per_row), or gradient_checkpointing"
+        remedy = "fewer anchors (num_anchors, max_anchors_per_row), or activation_checkpointing"
     raise ValueError(
         f"Layout {plan.layout} needs about {needed / GIGABYTE:.0f} GB on one GPU, which has "
         f"{total_bytes / GIGABYTE:.0f} GB. With {num_visible} visible GPUs, use: {remedy}. If you know better, pass "
@@ -240,7 +240,7 @@ class _DrafterShape:
         config = self.config
         heads = config.num_attention_heads * config.head_dim
         per_slot = 24 * config.hidden_size + 6 * config.intermediate_size + 8 * heads
-        layers = 1 if args.gradient_checkpointing else config.num_hidden_layers
+        layers = 1 if args.activation_checkpointing else config.num_hidden_layers
         features = self.tokens * config.hidden_size * (len(config.target_layer_ids or []) + self.compares)
         waiting = (args.prefetch_depth + 1) * 2
         batch = args.per_device_train_batch_size

@@ -87,7 +87,7 @@ def _with_way_out(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"{error}: free space, or give an output_dir on a larger disk."
     if isinstance(error, torch.OutOfMemoryError):
-        return f"{error} Lower row_length, max_anchors_per_row or prefetch_depth, or set gradient_checkpointing."
+        return f"{error} Lower row_length, max_anchors_per_row or prefetch_depth, or set activation_checkpointing."
     return str(error)
 
 
