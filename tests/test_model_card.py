@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cards: metadata that the Hub takes, commands that match the configuration, nothing that is not known."""
 
+import inspect
 import json
 import re
 import runpy
@@ -15,11 +16,11 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.repocard_data import model_index_to_eval_results
 from tiny import MASK_TOKEN_ID, byte_tokenizer, llama_target
 
-from dflash_hf import DFlashDraftConfig, DFlashDraftModel
+from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainingArguments
 from dflash_hf.cli import load_yaml_mapping
 from dflash_hf.publishing.card_results import read_results
 from dflash_hf.publishing.model_card import CardOptions, model_card, python_example
-from dflash_hf.publishing.training_facts import _supervised_tokens, differing_arguments, hub_id
+from dflash_hf.publishing.training_facts import RECIPE_ARGUMENTS, _supervised_tokens, differing_arguments, hub_id
 from dflash_hf.validation.checkpoint import Checkpoint
 from dflash_hf.validation.reading import read_folder
 from dflash_hf.validation.validate import serving_commands
@@ -216,3 +217,18 @@ def test_supervised_tokens_are_counted_alike_in_lists_and_in_arrow():
 def test_only_fields_of_the_recipe_that_differ_are_told():
     arguments = {"learning_rate": 6e-4, "num_anchors": 64, "output_dir": "/x", "hub_token": "t", "seed": 7}
     assert differing_arguments(arguments) == {"num_anchors": 64, "seed": 7}
+
+
+# Arguments of ours that decide how fast, where and how visibly a run goes, and not what its drafter becomes.
+OF_THE_RUN = {
+    *("allow_other_template", "loss_chunk_blocks", "target_device", "target_layout", "prefetch_depth"),
+    *("feature_copies", "measure_alone_steps", "compile_target", "allow_slow_target", "drafter_attn_implementation"),
+    *("max_nonfinite_steps", "remote_checkpoint_dir", "allow_resume_changes", "compile_layers"),
+    *("per_device_eval_batch_size", "logging_steps", "remove_unused_columns", "logging_nan_inf_filter", "use_cache"),
+}
+
+
+def test_a_card_tells_of_every_argument_that_decides_what_a_drafter_becomes():
+    own = set(inspect.get_annotations(DFlashTrainingArguments))
+    assert own - set(RECIPE_ARGUMENTS) == OF_THE_RUN & own
+    assert differing_arguments({"muon": True, "loss_temperature": 0.5}) == {"muon": True, "loss_temperature": 0.5}

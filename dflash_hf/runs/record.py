@@ -36,7 +36,8 @@ SPLIT_ARGUMENTS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 LEARNING_ARGUMENTS = (
     *("num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
     *("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
-    *("num_anchors", "max_anchors_per_row", "context_noise", "objective", "loss_gamma", "dpace_alpha"),
+    *("muon", "num_anchors", "max_anchors_per_row", "context_noise", "objective", "loss_gamma", "dpace_alpha"),
+    *("slot_weights", "loss_temperature", "cross_entropy_share"),
     *("bf16", "fp16", "tf32", "ignore_data_skip", "target_model_init_kwargs"),
 )
 # Optimizers whose state is the same.
