@@ -36,6 +36,7 @@ from dflash_hf.target.frozen_target import FrozenTarget
 from dflash_hf.target.loading import read_eos_token_ids
 from dflash_hf.target.pairs import place_target, placements
 from dflash_hf.target.synthetic import random_target, read_target_config, synthetic_documents
+from dflash_hf.target.topology import planned_placements
 from dflash_hf.training.adapting import adapt
 from dflash_hf.training.objectives import compares_distributions
 
@@ -69,6 +70,9 @@ class RecipeArguments:
 
     # Instead of training
     dry_run: bool = field(default=False, metadata={"help": "Say what the run needs, without loading any weights."})
+    dry_run_gpus: str | None = field(
+        default=None, metadata={"help": "Plan for GPUs that are not here, by number and GB: 4x96."}
+    )
     preflight: bool = field(default=False, metadata={"help": "Try devices, steps, checkpoint and upload, then stop."})
     preflight_upload_to: str | None = field(
         default=None,
@@ -94,6 +98,7 @@ def main() -> None:
         check_sources(recipe)
         resumed_checkpoint(args)
         check_shape(recipe)
+        planned_gpus(recipe)
         placements(args)  # stops at once where the layout does not fit the GPUs
         if args.process_index == 0:
             check_writable(Path(args.output_dir))
@@ -172,13 +177,37 @@ def dry_run(recipe: RecipeArguments, args: DFlashTrainingArguments) -> None:
     """Print the plan and write it to `dry_run.json` in the output folder."""
     drafter_config = drafter_configuration(recipe)
     documents, _ = read_documents(recipe, args, drafter_config)
-    plan = make_plan(target_config(recipe), drafter_config, args, placements(args), documents)
+    gpus = planned_gpus(recipe)
+    if gpus is None:
+        plan = make_plan(target_config(recipe), drafter_config, args, placements(args), documents)
+    else:
+        devices = planned_placements(gpus[0], args.target_layout)
+        plan = make_plan(target_config(recipe), drafter_config, args, devices, documents, len(devices))
     if args.process_index == 0:
         print(plan.report())
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         (Path(args.output_dir) / "dry_run.json").write_text(json.dumps(plan.to_dict(), indent=2))
-    if recipe.check_memory:
+    if recipe.check_memory and gpus is not None:
+        check_memory(plan, int(gpus[1] * 1e9), gpus[0])
+    elif recipe.check_memory:
         refuse_what_cannot_fit(plan, args)
+
+
+def planned_gpus(recipe: RecipeArguments) -> tuple[int, float] | None:
+    """Number and gigabytes of the GPUs that a dry run is to plan for, None for those that are here."""
+    if recipe.dry_run_gpus is None:
+        return None
+    number, _, gigabytes = recipe.dry_run_gpus.partition("x")
+    try:
+        gpus = int(number), float(gigabytes)
+    except ValueError:
+        gpus = 0, 0.0
+    if gpus[0] < 1 or not 0 < gpus[1] < float("inf") or not recipe.dry_run:
+        raise ValueError(
+            f"dry_run_gpus is {recipe.dry_run_gpus!r} with dry_run={recipe.dry_run}: expected NUMBERxGIGABYTES, such "
+            "as 4x96 for four GPUs of 96 GB, together with --dry_run true. It plans for GPUs that are not here."
+        )
+    return gpus
 
 
 def refuse_what_cannot_fit(plan, args: DFlashTrainingArguments) -> None:

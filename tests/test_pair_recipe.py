@@ -73,6 +73,19 @@ def test_the_dry_run_says_what_a_run_needs(run, capsys):
     assert "hours per epoch" in capsys.readouterr().out
 
 
+def test_the_dry_run_plans_for_gpus_that_are_not_here(run, capsys):
+    plan = json.loads((run("--dry_run", "true", "--dry_run_gpus", "4x96") / "dry_run.json").read_text())
+    assert plan["devices"] == {"0": ["cuda:2", "cuda:0"], "1": ["cuda:3", "cuda:1"]}
+    assert (plan["layout"], plan["world_size"], plan["steps_per_epoch"]) == ("paired", 2, 3)
+    one = run("--dry_run", "true", "--dry_run_gpus", "1x80", "--check_memory", "false")
+    assert json.loads((one / "dry_run.json").read_text())["layout"] == "shared"
+    with pytest.raises(SystemExit, match="needs about 2 GB on one GPU, which has 0 GB"):
+        run("--dry_run", "true", "--dry_run_gpus", "2x0.00001")
+    for words in (["--dry_run", "true", "--dry_run_gpus", "4"], ["--dry_run_gpus", "4x96"], ["--dry_run_gpus", "0x9"]):
+        with pytest.raises(SystemExit, match="NUMBERxGIGABYTES, such as 4x96"):
+            run(*words)
+
+
 def test_the_dry_run_refuses_what_does_not_fit_together(run):
     with pytest.raises(SystemExit, match=r"(?s)error: .*target_layer_ids"):
         run("--dry_run", "true", "--target_layer_ids", "1", "7")

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_hf.target.topology import LAYOUTS, check_world_size, local_world_size, place
+from dflash_hf.target.topology import LAYOUTS, check_world_size, local_world_size, place, planned_placements
 
 
 def indices(placement) -> tuple[int, list[int]]:
@@ -48,6 +48,21 @@ def test_gpus_that_cannot_be_dealt_out_are_refused():
 def test_impossible_ranks_are_refused(values):
     with pytest.raises(ValueError, match="is no process"):
         place(*values)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "layout", "expected"),
+    [
+        (1, "auto", [("shared", 0, [0])]),
+        (2, "auto", [("paired", 0, [1])]),
+        (4, "paired", [("paired", 0, [2]), ("paired", 1, [3])]),
+        (3, "spread", [("spread", 0, [1, 2])]),
+        (2, "shared", [("shared", 0, [0]), ("shared", 1, [1])]),
+    ],
+)
+def test_a_machine_that_is_not_here_is_planned(num_gpus, layout, expected):
+    planned = planned_placements(num_gpus, layout)
+    assert [(p.layout, p.drafter.index, [d.index for d in p.target]) for p in planned] == expected
 
 
 def test_unknown_layouts_are_refused():

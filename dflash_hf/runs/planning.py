@@ -103,6 +103,7 @@ def make_plan(
     args: DFlashTrainingArguments,
     placements: list[Placement],
     documents: Documents,
+    world_size: int | None = None,
 ) -> Plan:
     """What a run needs, after checking target, drafter and data against each other; no weights are loaded.
 
@@ -112,6 +113,7 @@ def make_plan(
         args: The training arguments.
         placements: Devices of the ranks on this machine.
         documents: Tokenised documents.
+        world_size: Ranks on all machines; those of this process's run by default.
 
     Raises:
         ValueError: When drafter and target, or drafter and data, do not fit together.
@@ -120,8 +122,9 @@ def make_plan(
     _check_together(text_config, drafter_config, documents)
     rows = PackedDataset(documents, args.row_length, seed=args.seed)
     per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    steps = math.ceil(len(rows) / (per_step * args.world_size))
-    anchors, slots = _anchors(rows, args)
+    world_size = args.world_size if world_size is None else world_size
+    steps = math.ceil(len(rows) / (per_step * world_size))
+    anchors, slots = _anchors(rows, args, on_gpu=placements[0].drafter.type != "cpu")
     shared = placements[0].drafter == placements[0].target[0]
     target = _TargetShape(text_config, drafter_config.target_layer_ids or [], args)
     drafter = _DrafterShape(drafter_config, rows.num_tokens / len(rows), slots, compares_distributions(args.objective))
@@ -135,7 +138,7 @@ def make_plan(
     return Plan(
         layout=placements[0].layout,
         devices={str(i): [*map(str, p.target), str(p.drafter)] for i, p in enumerate(placements)},
-        world_size=args.world_size,
+        world_size=world_size,
         documents=len(documents),
         tokens=rows.num_tokens,
         rows=len(rows),
@@ -281,12 +284,12 @@ def _quantised_bits(quantization: Any) -> float:
     return float(values.get("bits", 15.5)) + 0.5
 
 
-def _anchors(rows: PackedDataset, args: DFlashTrainingArguments) -> tuple[float, float]:
+def _anchors(rows: PackedDataset, args: DFlashTrainingArguments, on_gpu: bool) -> tuple[float, float]:
     """Mean anchors of a row, and those that are computed: on a GPU all rows are padded to the largest one's."""
     draws = np.minimum(num_valid_anchors(rows.documents), args.num_anchors)
     cap = args.max_anchors_per_row or max(1, args.row_length // 4)
     mean = min(float(draws.sum()), cap * len(rows)) / len(rows)
-    if args.device.type == "cpu":
+    if not on_gpu:
         return mean, mean
     largest = min(cap, rows.largest_row_sum(draws))
     return mean, -(-largest // ANCHOR_BUCKET) * ANCHOR_BUCKET

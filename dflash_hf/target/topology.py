@@ -72,6 +72,23 @@ def place(local_rank: int, local_world_size: int, num_visible: int, layout: str 
     )
 
 
+def planned_placements(num_gpus: int, layout: str = "auto") -> list[Placement]:
+    """Placements on a machine that is not here, with as many processes as the layout has use for.
+
+    Args:
+        num_gpus: GPUs of the machine.
+        layout: As for [`place`]. One process per GPU for `"shared"` and for a single GPU, one in all for `"spread"`,
+            one for every two GPUs otherwise.
+
+    Raises:
+        ValueError: When the layout does not fit so many GPUs.
+    """
+    if num_gpus < 1:
+        raise ValueError(f"There are {num_gpus} GPUs to plan for; expected at least one.")
+    ranks = {"shared": num_gpus, "spread": 1}.get(layout, max(num_gpus // 2, 1))
+    return [place(rank, ranks, num_gpus, layout) for rank in range(ranks)]
+
+
 def check_world_size(world_size: int) -> None:
     """Refuse a process that was started as one of several but trains alone.
 
@@ -139,4 +156,12 @@ def _too_few(layout: str, needed: int, local_world_size: int, num_visible: int) 
     )
 
 
-__all__ = ["LAYOUTS", "Placement", "check_world_size", "device_map_arguments", "local_world_size", "place"]
+__all__ = [
+    "LAYOUTS",
+    "Placement",
+    "check_world_size",
+    "device_map_arguments",
+    "local_world_size",
+    "place",
+    "planned_placements",
+]
