@@ -98,8 +98,8 @@ def main() -> None:
         check_sources(recipe)
         resumed_checkpoint(args)
         check_shape(recipe)
-        planned_gpus(recipe)
-        placements(args)  # stops at once where the layout does not fit the GPUs
+        if planned_gpus(recipe) is None:
+            placements(args)  # stops at once where the layout does not fit the GPUs
         if args.process_index == 0:
             check_writable(Path(args.output_dir))
     set_seed(args.seed)

@@ -138,3 +138,16 @@ def test_making_random_weights_counts_as_loading(monkeypatch):
     monkeypatch.setattr("dflash_hf.target.synthetic.AutoModelForCausalLM.from_config", slow)
     target = random_target(hybrid_target().config, [1, 4], "cpu")
     assert 0.2 <= target.startup.seconds["load_target"] < 2
+
+
+def test_a_stage_that_another_thread_goes_on_with_takes_no_seconds_from_the_next(monkeypatch):
+    clock = iter([0.0, 1.0, 3.0, 3.0, 5.0, 6.0])
+    monkeypatch.setattr(startup_times, "perf_counter", lambda: next(clock))
+    times, cpu = StartupTimes(), torch.device("cpu")
+    times.begin("first_batch")
+    times.begin("first_target_forward")
+    times.end("first_batch", cpu)
+    times.begin("first_drafter_step")
+    times.end("first_target_forward", cpu)
+    times.end("first_drafter_step", cpu)
+    assert times.seconds == {"first_batch": 3.0, "first_target_forward": 4.0, "first_drafter_step": 3.0}

@@ -12,6 +12,7 @@ from dflash_hf import FrozenTarget
 from dflash_hf.target.dense import PackedDense, flex_documents
 from dflash_hf.target.document_masks import document_block_mask, document_tiles, earliest_keys
 from dflash_hf.target.packing import Piece, packed_row
+from dflash_hf.target.startup_check import packing_fault
 
 
 TAPS = [1, 2]
@@ -131,3 +132,17 @@ def test_what_flex_attention_has_no_kernel_for_is_not_packed(caplog):
     chunked = dense_target(num_layers=4)
     chunked.config.layer_types = ["chunked_attention"] * 4
     assert not PackedDense.compiles(chunked.get_decoder())
+
+
+def test_a_packed_path_that_cannot_be_compiled_here_is_a_reason_and_no_crash():
+    def packed(ids, lengths):
+        raise RuntimeError("no C compiler\nand a long story")
+
+    fault = packing_fault(packed, lambda ids, lengths: torch.zeros(1, ids.shape[1], 4), [0], 100, 512)
+    assert fault == "it does not run here (RuntimeError: no C compiler)"
+
+    def full(ids, lengths):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        packing_fault(full, full, [0], 100, 512)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """SIGTERM and SIGINT end a run at the end of a step, with a checkpoint, at the same step on every rank."""
 
+import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -33,7 +35,8 @@ def spare_workers(dataloader: Any) -> Any:
     """Make the workers of a DataLoader outlive a signal that a scheduler sends to all processes of a run.
 
     The step that is running needs its batches, and torch ends the run with an error as soon as one of its workers has
-    died of a signal. Workers end with the loader, when the process that made them says so, or when it is gone.
+    died of a signal. This holds for forked workers, which are the default on Linux up to Python 3.13. Workers end with
+    the loader, when the process that made them says so, or when it is gone.
 
     Args:
         dataloader: A DataLoader that accelerate has prepared; it is changed and returned.
@@ -48,14 +51,18 @@ def spare_workers(dataloader: Any) -> Any:
 def _ignore_signals(initialise: Callable[[int], None] | None, worker_id: int) -> None:
     if initialise is not None:
         initialise(worker_id)
+    parent = multiprocessing.parent_process()
+    # A worker that was not forked has threads of libraries by now, which would take the signal; it stays as it is.
+    if parent is None or sys.platform != "linux" or len(os.listdir("/proc/self/task")) > 1:
+        return
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The process that made the worker ends it by SIGTERM where it cannot ask, so it depends on the sender.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    threading.Thread(target=_end_for_parent, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_for_parent, args=(parent.pid,), daemon=True).start()
 
 
-def _end_for_parent(parent: int) -> None:
+def _end_for_parent(parent: int | None) -> None:
     while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent:
         pass
     os._exit(0)

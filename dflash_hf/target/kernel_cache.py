@@ -24,7 +24,8 @@ def keep_tuned_kernels() -> Path | None:
     """
     if os.environ.get(VARIABLE):
         return Path(os.environ[VARIABLE])
-    folder = Path(os.environ.get("TRITON_HOME", Path.home()), ".triton", "cache")
+    # As Triton has it, which takes "~" itself where a user has no home.
+    folder = Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         writable = os.access(folder, os.W_OK | os.X_OK)

@@ -42,6 +42,11 @@ def packing_fault(
         features = packed(ids, lengths)[0, : first + second]
     except CannotPack as reason:
         return str(reason)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        # A compiler that is missing, or a kernel that it cannot make for this device.
+        return f"it does not run here ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
     expected = reference(ids[:, : first + second], [[first, second]])[0]
     for document in (slice(0, first), slice(first, None)):
         difference = _difference(features[document], expected[document], target_layer_ids)

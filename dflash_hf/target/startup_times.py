@@ -29,22 +29,24 @@ class StartupTimes:
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
-        self._begun: dict[str, tuple[float, float]] = {}
+        # When stages began, those that have ended included.
+        self._begun: dict[str, float] = {}
 
     def begin(self, stage: str) -> None:
         """Start a stage, unless it has been measured."""
         if stage not in self.seconds:
-            self._begun[stage] = perf_counter(), sum(self.seconds.values())
+            self._begun[stage] = perf_counter()
 
     def end(self, stage: str, device: torch.device) -> None:
         """End a stage that was begun; only then, so once, the host waits for what a device still has to do."""
-        if stage not in self._begun:
+        if stage not in self._begun or stage in self.seconds:
             return
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        start, before = self._begun.pop(stage)
-        within = sum(self.seconds.values()) - before
-        self.seconds[stage] = perf_counter() - start - within
+        start = self._begun[stage]
+        # A stage of another thread that began earlier and goes on meanwhile lies in none.
+        within = sum(seconds for other, seconds in self.seconds.items() if self._begun[other] >= start)
+        self.seconds[stage] = max(perf_counter() - start - within, 0.0)
         logger.info("Start-up: %s took %.1f s.", STAGES[stage], self.seconds[stage])
 
     def rounded(self) -> dict[str, float]:

@@ -135,7 +135,7 @@ class Study:
             "code_validation": code["validation"],
             "code_test": code["test"],
         }
-        # Without weights below the last tap: what trains is measured, not the target's unused end.
+        # The target keeps its unused end; memory is measured as what training adds.
         self.target = FrozenTarget(model, self.config.target_layer_ids or [])
         self.setup_seconds = time.perf_counter() - start
 

@@ -46,7 +46,8 @@ class CheckArguments:
 
 def main() -> None:
     check, args = parse_config((CheckArguments, DFlashTrainingArguments), default_config=HERE / "check_ranks.yaml")
-    folder = get_smollm2(check.target)
+    with args.main_process_first(desc="fetching the target"):
+        folder = get_smollm2(check.target)
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if args.bf16 else torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     chats = read_completions(check.completions)
