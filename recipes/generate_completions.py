@@ -173,11 +173,6 @@ def scan_answered(output: Path) -> Iterator[tuple[int, dict]]:
             offset += len(line)
 
 
-def read_answered(output: Path) -> list[dict]:
-    """Read the rows that an earlier run wrote."""
-    return [row for _, row in scan_answered(output)]
-
-
 def prompt_key(row: dict, messages: list[dict]) -> bytes:
     """What makes two rows the same prompt: everything but the answer."""
     asked = {name: value for name, value in row.items() if name not in ANSWER_FIELDS and value is not None}
@@ -191,13 +186,6 @@ def match_keys(prompts: list[bytes], answered: list[bytes]) -> tuple[dict[int, i
         waiting[key].append(index)
     matched = {index: waiting[key].pop(0) for index, key in enumerate(prompts) if waiting[key]}
     return matched, sorted(index for indices in waiting.values() for index in indices)
-
-
-def match_answers(prompts: list[dict], answered: list[dict]) -> tuple[dict[int, dict], list[dict]]:
-    """Rows by the index of the prompt they answer, and the rows of other prompts."""
-    keys = [prompt_key(row, row["messages"]) for row in prompts]
-    matched, others = match_keys(keys, [prompt_key(row, row["messages"][:-1]) for row in answered])
-    return {index: answered[k] for index, k in matched.items()}, [answered[k] for k in others]
 
 
 def settings_of(arguments: CompletionArguments) -> dict[str, Any]:

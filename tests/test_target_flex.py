@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_target_packed import LENGTHS, assert_close, assert_each_as_if_alone, batch, warnings_of
 from tiny import capped_target, dense_target, llama_target, mixed_target, windowed_target
 from torch._dynamo.testing import CompileCounter
 
@@ -16,7 +17,6 @@ from dflash_hf.target.startup_check import packing_fault
 
 
 TAPS = [1, 2]
-LENGTHS = [[9, 13, 70, 1], [5, 65]]
 TARGETS = {
     "full": lambda: dense_target(num_layers=4),
     "nine heads": lambda: llama_target(num_layers=4, hidden_size=144, num_attention_heads=9, num_key_value_heads=3),
@@ -31,10 +31,6 @@ def _no_variants_of_other_tests():
     torch._dynamo.reset()
 
 
-def batch(seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, (2, 100), generator=torch.Generator().manual_seed(seed))
-
-
 def by_flex(model, backend="eager") -> FrozenTarget:
     """A target on the packed path of a GPU; its attention is one graph without a break, run as it stands."""
     frozen = FrozenTarget(model, TAPS)
@@ -42,14 +38,6 @@ def by_flex(model, backend="eager") -> FrozenTarget:
     packed.attention = packed.all_at_once(torch.compile(flex_documents, backend=backend, fullgraph=True))
     frozen._unchecked = packed
     return frozen
-
-
-def assert_close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * max(1.0, expected.abs().max().item()))
-
-
-def warnings_of(caplog) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == "dflash_hf.target.frozen_target"]
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -60,13 +48,7 @@ def test_h1_packed_documents_have_the_features_of_each_alone(name, caplog):
     config = model.config.to_dict()
     features = packed.context_hidden_states(batch(), LENGTHS)
     assert packed._packed is not None, warnings_of(caplog)
-    for row, lengths in enumerate(LENGTHS):
-        start = 0
-        for length in lengths:
-            document = batch()[row : row + 1, start : start + length]
-            assert_close(features[row, start : start + length], alone.context_hidden_states(document)[0])
-            start += length
-        assert not features[row, start:].any()
+    assert_each_as_if_alone(features, alone)
     one = packed.context_hidden_states(batch()[:1], [[100]])
     assert_close(one, alone.context_hidden_states(batch()[:1]))
     ids = batch()

@@ -62,10 +62,8 @@ def warnings_of(caplog) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name == "dflash_hf.target.frozen_target"]
 
 
-def test_h1_packed_documents_have_the_features_of_each_alone(model, caplog):
-    packed, alone = FrozenTarget(model, TAPS, packed=True), FrozenTarget(model, TAPS)
-    features = packed.context_hidden_states(batch(), LENGTHS)
-    assert packed._packed is not None and not warnings_of(caplog)
+def assert_each_as_if_alone(features: torch.Tensor, alone: FrozenTarget) -> None:
+    """Features of `batch()` are those of each of its documents in a forward of its own, and 0 behind them."""
     for row, lengths in enumerate(LENGTHS):
         start = 0
         for length in lengths:
@@ -73,6 +71,13 @@ def test_h1_packed_documents_have_the_features_of_each_alone(model, caplog):
             assert_close(features[row, start : start + length], alone.context_hidden_states(document)[0])
             start += length
         assert not features[row, start:].any()
+
+
+def test_h1_packed_documents_have_the_features_of_each_alone(model, caplog):
+    packed, alone = FrozenTarget(model, TAPS, packed=True), FrozenTarget(model, TAPS)
+    features = packed.context_hidden_states(batch(), LENGTHS)
+    assert packed._packed is not None and not warnings_of(caplog)
+    assert_each_as_if_alone(features, alone)
 
 
 def test_h1_changing_a_document_leaves_the_others_bit_identical(model):

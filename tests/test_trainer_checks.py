@@ -6,7 +6,6 @@ import pytest
 import torch
 from test_trainer import make_arguments, make_documents, make_drafter, make_trainer
 from tiny import CHATML_TEMPLATE, MASK_TOKEN_ID, byte_tokenizer, dense_target, hybrid_target
-from transformers.utils import logging as hf_logging
 
 from dflash_hf import DataCollatorForDFlash, DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, PackedDataset
 from dflash_hf.trainer import add_context_noise
@@ -15,14 +14,6 @@ from dflash_hf.trainer import add_context_noise
 @pytest.fixture(scope="module")
 def target():
     return dense_target()
-
-
-@pytest.fixture
-def warnings_of_the_package(caplog):
-    logger = hf_logging.get_logger("dflash_hf")
-    logger.addHandler(caplog.handler)
-    yield caplog
-    logger.removeHandler(caplog.handler)
 
 
 @pytest.mark.parametrize("packed", [False, True])
