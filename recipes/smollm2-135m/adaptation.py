@@ -136,7 +136,7 @@ class Study:
             "code_test": code["test"],
         }
         # The target keeps its unused end; memory is measured as what training adds.
-        self.target = FrozenTarget(model, self.config.target_layer_ids or [])
+        self.target = FrozenTarget(model, self.config.target_layer_ids or [], compile_target=True)
         self.setup_seconds = time.perf_counter() - start
 
     def documents(self, rows: list[dict], model: PreTrainedModel) -> Any:

@@ -149,6 +149,7 @@ def load_study(arguments: StudyArguments) -> Study:
         arguments.target,
         config.target_layer_ids or [],
         device=device,
+        compile_target=True,
         final_states=True,
         dtype=torch.bfloat16 if on_cuda else torch.float32,
     )
