@@ -28,7 +28,7 @@ from .target.head import FrozenHead
 from .target.pairs import PairCallback, make_pair, pair_accelerator_args
 from .target.startup_times import StartupCallback
 from .training.adapting import check_continuing
-from .training.batches import SetEpoch, data_seed, make_collator, pack_rows, without_repeated_rows
+from .training.batches import SetEpoch, count_tokens, data_seed, make_collator, pack_rows, without_repeated_rows
 from .training.context_noise import add_context_noise
 from .training.drafter_loss import drafter_loss
 from .training.evaluation import EvaluationSums
@@ -163,13 +163,14 @@ class DFlashTrainer(Trainer):
 
     def get_eval_dataloader(self, eval_dataset=None):
         """The parent's dataloader; data given to `evaluate` may be chats or documents, as in the constructor."""
-        if eval_dataset is not None and not isinstance(eval_dataset, str):
-            eval_dataset = self._pack(eval_dataset)
-        return spare_workers(super().get_eval_dataloader(eval_dataset))
+        if eval_dataset is None or isinstance(eval_dataset, str):
+            return spare_workers(super().get_eval_dataloader(eval_dataset))
+        # The parent keeps dataloaders with persistent workers by name alone, and gives that of the trainer's own data.
+        return spare_workers(super().get_test_dataloader(self._pack(eval_dataset)))  # type: ignore[arg-type]
 
     def get_test_dataloader(self, test_dataset):
         """The parent's dataloader; data given to `predict` may be chats or documents, as in the constructor."""
-        return super().get_test_dataloader(self._pack(test_dataset))  # type: ignore[arg-type]
+        return spare_workers(super().get_test_dataloader(self._pack(test_dataset)))  # type: ignore[arg-type]
 
     def _get_train_sampler(self, train_dataset=None):
         # The parent's samplers draw from a generator whose state depends on how often it was asked; rows are
@@ -188,8 +189,8 @@ class DFlashTrainer(Trainer):
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*):
                 A checkpoint, its fsspec address (or that of a folder of them), or True for the newest complete one of
-                `output_dir` and `remote_checkpoint_dir`. One of another drafter, target, tokenizer or data set is
-                refused.
+                `output_dir` and `remote_checkpoint_dir`; by default what the arguments say. One of another drafter,
+                target, tokenizer or data set is refused.
             *args: Further arguments of [`~transformers.Trainer.train`].
             **kwargs: The same.
 
@@ -466,6 +467,11 @@ class DFlashTrainer(Trainer):
             return states, None
         width = self._drafter_config.hidden_size
         return states[..., :-width], states[..., -width:]
+
+    def _track_num_input_tokens(self, inputs):
+        # The parent looks for what the drafter's forward takes, which no batch holds yet.
+        counted = str(self.args.include_num_input_tokens_seen)
+        self.state.num_input_tokens_seen += count_tokens(inputs, counted, self.args.device, self._reduce)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Floating-point operations of the drafter on the blocks, forward and backward, without attention and head."""

@@ -5,13 +5,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.integrations import get_reporting_integration_callbacks
+from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
 
 from .objectives import make_objective
 
 
 ATTENTION = ("flex_attention", "sdpa", "eager")
 INFINITY = float("inf")
+# Trackers that transformers does not list, or not always, among those it finds.
+AVAILABILITY_UNKNOWN = {"azure_ml", "flyte"}
 # (names, what a value must be, its test, which nan fails too)
 NUMBERS: tuple[tuple[tuple[str, ...], str, Callable[[float], bool]], ...] = (
     (("learning_rate", "weight_decay", "warmup_steps"), "0 or more, and finite", lambda v: 0 <= v < INFINITY),
@@ -48,13 +50,23 @@ def check_values(args: Any) -> None:
             value = values[name]
             if value is not None and not holds(value):
                 raise ValueError(f"{name}={value} must be {expected}.")
-    if args.max_steps <= 0 and not 0 < args.num_train_epochs < INFINITY:
+    if args.max_steps == 0:
+        raise ValueError(
+            "max_steps=0 would train nothing. Leave it out (-1) to train num_train_epochs, or call evaluate()."
+        )
+    if args.max_steps < 0 and not 0 < args.num_train_epochs < INFINITY:
         raise ValueError(
             f"num_train_epochs={args.num_train_epochs} must be more than 0, and finite, where max_steps is not given: "
             "nothing would be trained. To evaluate alone, call evaluate()."
         )
     # Raises for a name that it does not know, as the Trainer would later.
     get_reporting_integration_callbacks(args.report_to)
+    missing = set(args.report_to) - set(get_available_reporting_integrations()) - AVAILABILITY_UNKNOWN
+    if missing:
+        raise ValueError(
+            f"report_to={args.report_to} needs {', '.join(sorted(missing))}, which this Python does not have. Install "
+            "it, or leave it out."
+        )
     # The block size only gives a default here.
     make_objective(
         args.objective,

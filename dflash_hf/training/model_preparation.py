@@ -13,6 +13,7 @@ from ..modeling_dflash import DFlashDraftModel
 from ..target.frozen_target import FrozenTarget
 from ..target.pairs import place_target
 from ..training_args import DFlashTrainingArguments
+from .trainer_arguments import check_trainer_options
 
 
 logger = logging.get_logger(__name__)
@@ -40,11 +41,7 @@ def load_drafter(model: DFlashDraftModel | str | Path, args: Any, others: dict[s
             f"model is a {type(drafter).__name__}; DFlashTrainer trains a DFlashDraftModel, and the target goes "
             "into target_model. Swap them, or make a drafter with DFlashDraftConfig.from_target_config."
         )
-    if others.get("compute_metrics") is not None:
-        raise ValueError(
-            "compute_metrics would never be called, since no logits are kept: evaluation reports the loss, the "
-            "acceptance length and the accuracy per slot. Leave it out."
-        )
+    check_trainer_options(others, args)
     return drafter
 
 
