@@ -87,6 +87,23 @@ def errors_in_one_line() -> Iterator[None]:
         raise SystemExit(f"{sys.argv[0]}: error: {error}") from error
 
 
+def refuse_unused(arguments: Any, names: Iterable[str], reason: str) -> None:
+    """Refuse options that were given and would do nothing.
+
+    Args:
+        arguments: An instance of a recipe's dataclass.
+        names: Fields that have no effect unless they have their defaults.
+        reason: Why, after "has no effect".
+
+    Raises:
+        ValueError: Naming those that were given.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(arguments)}
+    given = [f"{name}={vars(arguments)[name]}" for name in names if vars(arguments)[name] != defaults[name]]
+    if given:
+        raise ValueError(f"{', '.join(given)} has no effect {reason}. Leave it out.")
+
+
 class ConfigArgumentParser(HfArgumentParser):
     """`HfArgumentParser` with a `--config` file of defaults, no abbreviations, and ValueError for every error."""
 

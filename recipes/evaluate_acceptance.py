@@ -38,12 +38,16 @@ from dflash_hf.acceptance import (
     plain_answers,
     walked_acceptance_length,
 )
-from dflash_hf.cli import parse_config
+from dflash_hf.cli import parse_config, refuse_unused
 from dflash_hf.decoding.prompts import PRESETS, EvaluationPrompt, preset_prompts, prompt_token_ids, read_prompts
 from dflash_hf.decoding.report_files import DEFINITION, markdown, plot_reports, plot_servers, server_markdown
 from dflash_hf.decoding.sampling import Sampling
 from dflash_hf.decoding.serving import Server, ServerError, ServerReport, measure_server, plain_tokens_per_second
 from dflash_hf.target.checks import check_fits
+
+
+OF_DECODING_HERE = ("target", "drafters", "sample_drafts", "dtype", "device", "check_walk", "use_cache")
+OF_SERVERS = ("model", "plain_server", "concurrency", "timeout")
 
 
 @dataclass
@@ -98,6 +102,12 @@ class EvaluationArguments:
             raise ValueError(f"device is {self.device}, but torch finds no GPU; leave it out to run on the CPU.")
         if importlib.util.find_spec("matplotlib") is None:
             raise ValueError("The plots need matplotlib: `pip install 'dflash_hf[evaluation]'`.")
+        if self.server:
+            refuse_unused(self, OF_DECODING_HERE, "on a server, which is asked as it was started")
+        else:
+            refuse_unused(self, OF_SERVERS, "on decoding here, without a server")
+        if self.temperature == 0:
+            refuse_unused(self, ("top_p", "top_k", "sample_drafts"), "at temperature 0, which takes the best token")
 
 
 def main() -> None:
@@ -227,6 +237,7 @@ def evaluate(args: EvaluationArguments, results: Results) -> None:
     warm_up = replace(settings, max_new_tokens=min(64, args.max_new_tokens))
     plain: list[PlainAnswer] = []
     for name in configs:
+        print(f"Decoding with {name}", file=sys.stderr)
         with refusing():
             drafter = load_drafter(name, target)
             measure_acceptance(target, drafter, ids[:1], check_lossless=False, progress=False, settings=warm_up)

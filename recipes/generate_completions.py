@@ -32,11 +32,11 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
-    HfArgumentParser,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
+from dflash_hf.cli import parse_config, refuse_unused
 from dflash_hf.data.chat_rows import TOKEN_ID_KEYS
 from dflash_hf.decoding.completion_client import AnswerError, CompletionServer
 from dflash_hf.target.loading import eos_token_ids
@@ -84,6 +84,12 @@ class CompletionArguments:
             )
         if self.server is not None:
             CompletionServer(self.server)  # refuses an address that cannot be asked
+            refuse_unused(self, ("batch_size", "device", "dtype"), "on a server, which is asked as it was started")
+        else:
+            names = ("concurrency", "timeout", "retries", "return_token_ids")
+            refuse_unused(self, names, "on answers generated here, without a server")
+        if self.temperature == 0:
+            refuse_unused(self, ("top_p",), "at temperature 0, which takes the best token")
         if Path(self.output).resolve() == Path(self.prompts).resolve():
             raise ValueError(f"output is the prompts' own file, {self.prompts}; name another one.")
 
@@ -447,7 +453,7 @@ def main(arguments: CompletionArguments) -> int:
 if __name__ == "__main__":
     logging.basicConfig()
     try:
-        sys.exit(main(HfArgumentParser(CompletionArguments).parse_args_into_dataclasses()[0]))
+        sys.exit(main(parse_config(CompletionArguments, description=__doc__.split("\n")[0])[0]))
     except (ValueError, OSError, AnswerError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

@@ -122,7 +122,7 @@ def test_a_server_is_reported_alike(run, start, prompt_file, monkeypatch):  # no
     (engine, url), (_, plain) = start("vllm"), start("sglang", plain=True)
     results, table, _ = run(
         "--server", url, "--plain_server", plain, "--prompts", prompt_file, "--max_new_tokens", 20, "--top_k", 5,
-        "--enable_thinking", "true",
+        "--temperature", 0.7, "--enable_thinking", "true",
     )  # fmt: skip
     (report,) = results["servers"].values()
     assert report["acceptance_length"] == 3.0 and report["num_prompts"] == 3 and len(report["answers"]) == 3

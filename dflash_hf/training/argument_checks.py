@@ -61,7 +61,9 @@ def check_values(args: Any) -> None:
         )
     # Raises for a name that it does not know, as the Trainer would later.
     get_reporting_integration_callbacks(args.report_to)
-    missing = set(args.report_to) - set(get_available_reporting_integrations()) - AVAILABILITY_UNKNOWN
+    wanted = set(args.report_to) - AVAILABILITY_UNKNOWN
+    # Looking for them imports some.
+    missing = wanted - set(get_available_reporting_integrations()) if wanted else None
     if missing:
         raise ValueError(
             f"report_to={args.report_to} needs {', '.join(sorted(missing))}, which this Python does not have. Install "

@@ -229,6 +229,29 @@ def check_effects(args: Any) -> None:
     _check_schedule(args)
 
 
+def check_scripted(args: Any, has_evaluation_data: bool) -> None:
+    """Refuse what transformers leaves to scripts and a recipe does not do, and evaluations of nothing.
+
+    Args:
+        args: The [`DFlashTrainingArguments`].
+        has_evaluation_data: Whether there is anything to evaluate on.
+
+    Raises:
+        ValueError: Naming the argument and what to do instead.
+    """
+    if args.do_predict:
+        raise ValueError(
+            "do_predict=True: this recipe predicts nothing. Leave it out; recipes/evaluate_acceptance.py measures the "
+            "drafter that it saves."
+        )
+    evaluates = [name for name in ("do_eval", "eval_on_start") if getattr(args, name)]
+    if evaluates and not has_evaluation_data:
+        # transformers sets do_eval by itself where there is a strategy.
+        strategy = args.eval_strategy.value
+        what = f"eval_strategy={strategy}" if strategy != "no" else f"{evaluates[0]}=True"
+        raise ValueError(f"{what} needs data to evaluate on: give it (eval_completions, eval_documents).")
+
+
 def check_trainer_options(given: dict[str, Any], args: Any) -> None:
     """Refuse arguments of transformers' Trainer that would have no effect.
 
@@ -379,4 +402,4 @@ def _default(args: Any, name: str) -> Any:
     return next(field.default for field in fields(args) if field.name == name)
 
 
-__all__ = ["check_before", "check_effects", "check_trainer_options"]
+__all__ = ["check_before", "check_effects", "check_scripted", "check_trainer_options"]
