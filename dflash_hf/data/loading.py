@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from .conversations import read_completions, tokenize_completions
-from .manifest import MANIFEST_NAME, check_documents_fit, open_documents, read_manifest
+from .manifest import MANIFEST_NAME, check_documents_fit, open_documents, read_manifest, thinking_mode
 
 
 def load_documents(
@@ -47,10 +47,10 @@ def load_documents(
         rows = read_completions(address, storage_options=dict(storage_options or {}))
         return tokenize_completions(rows, tokenizer, **tokenize_kwargs)
     thinking = tokenize_kwargs.get("enable_thinking")
-    if thinking not in (None, manifest["options"]["enable_thinking"]):
+    if thinking not in (None, thinking_mode(manifest)):
         raise ValueError(
             f"enable_thinking={thinking} has no effect on {address}, which was tokenised with "
-            f"enable_thinking={manifest['options']['enable_thinking']}. Leave it out, or tokenise anew with "
+            f"enable_thinking={thinking_mode(manifest)}. Leave it out, or tokenise anew with "
             f"recipes/tokenize_completions.py --enable_thinking {str(thinking).lower()}."
         )
     documents = open_documents(address, split, storage_options)

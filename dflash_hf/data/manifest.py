@@ -102,6 +102,12 @@ def read_manifest(address: str | os.PathLike, storage_options: Mapping[str, Any]
     return manifest
 
 
+def thinking_mode(manifest: dict[str, Any]) -> bool | str | None:
+    """The `enable_thinking` of the documents, "inferred" where it followed each answer, None for the default."""
+    options = manifest["options"]
+    return "inferred" if options["infer_thinking"] else options["enable_thinking"]
+
+
 def open_documents(
     address: str | os.PathLike,
     split: str = "train",
@@ -137,6 +143,7 @@ def open_documents(
         cache_dir=cache_dir,
     )
     identity = {name: manifest[name] for name in IDENTITY_FIELDS}
+    identity["thinking"] = thinking_mode(manifest)
     data.info.description = json.dumps({**identity, "manifest_hash": _hash(json.dumps(manifest, sort_keys=True))})
     return data
 

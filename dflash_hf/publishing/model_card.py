@@ -23,6 +23,13 @@ TEMPLATE = Path(__file__).with_name("model_card_template.md")
 TAGS = ("dflash", "speculative-decoding", "draft-model")
 # Recurrent targets, whose state speculative decoding has to roll back.
 HYBRID_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
+THINKING = {
+    None: "the chat template's own default",
+    True: "thinking on",
+    False: "thinking off",
+    "inferred": "on where an answer holds some, else off",
+    "mixed": "of several modes",
+}
 _PREAMBLE = """import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 """
@@ -100,13 +107,14 @@ def model_card(
         "repo_id": checkpoint.name,
         "target": f"[{target}](https://huggingface.co/{target})" if target else "a target that this card cannot name",
         "target_id": target,
+        "target_was_local": bool(facts.get("target")),
         "adapted_from": adapted_from and f"[{adapted_from}](https://huggingface.co/{adapted_from})",
         "acceptance": _acceptance(results, options, checkpoint.block_size),
         "serving": serving,
         "in_python": _in_python(serving, checkpoint.name, target or "TARGET", model_type in HYBRID_TYPES),
         "training": _training(facts, options),
         "limits": "\n".join(f"- {limit}" for limit in [*_limits(facts, checkpoint), *options.limits]),
-        "licence_text": _licence_text(options.license),
+        "licence_text": _licence_text(options.license, adapted_from),
     }
     data = _metadata(checkpoint.name, target, results, options)
     return ModelCard.from_template(data, template_path=str(TEMPLATE), **text)
@@ -168,7 +176,11 @@ def _training(facts: dict[str, Any], options: CardOptions) -> str:
     elif not options.train_command:
         parts.append("No record of the run is at hand.")
     if facts.get("recipe"):
-        recipe = yaml.safe_dump(facts["recipe"], sort_keys=True).strip()
+        recipe = dict(facts["recipe"])
+        if "max_steps" in recipe:
+            # It overrides the epochs.
+            recipe.pop("num_train_epochs", None)
+        recipe = yaml.safe_dump(recipe, sort_keys=True).strip()
         parts += ["Where the recipe differs from the defaults of `DFlashTrainingArguments`:", _code("yaml", recipe)]
     if options.train_command:
         parts += [f"{'Not yet run' if options.planned else 'The command'}:", _code("bash", options.train_command)]
@@ -259,12 +271,16 @@ def _training_rows(facts: dict[str, Any], base_model: str | None) -> list[tuple[
     quantised = f", quantised ({target['quantised']})" if target["quantised"] else ""
     rows = [("target", f"{name}{revision}, {target['dtype']}{quantised}; weights `{target['digest'][:12]}`")]
     for adapter in facts["adapter"].values():
-        rows.append(("trained part", f"{adapter['type']} of rank {adapter['r']}, merged"))
+        kind = "LoRA" if adapter["type"] == "LORA" else adapter["type"]
+        rows.append(("trained part", f"{kind} of rank {adapter['r']}, merged"))
     if data:
         manifest = data["manifest"] or {}
         of = f"; chat template `{manifest['template_hash'][:12]}`" if "template_hash" in manifest else ""
         rows += [
-            ("documents", f"{data['documents']:,}, written by the target; digest `{data['digest'][:12]}`{of}"),
+            (
+                "documents",
+                f"{data['documents']:,}, taken for the target's own answers; digest `{data['digest'][:12]}`{of}",
+            ),
             ("tokens", f"{data['tokens']:,}, {data['supervised_tokens']:,} of them supervised"),
             ("tokens seen", f"{data['tokens_seen']:,} in {facts['epochs']:g} epochs, {facts['steps']:,} steps"),
         ]
@@ -280,11 +296,14 @@ def _training_rows(facts: dict[str, Any], base_model: str | None) -> list[tuple[
 
 def _limits(facts: dict[str, Any], checkpoint: Checkpoint) -> list[str]:
     recipe, data, target = facts.get("recipe") or {}, facts.get("data"), facts.get("target") or {}
-    thinking = recipe.get("enable_thinking")
-    mode = "the chat template's own default" if thinking is None else f"thinking {'on' if thinking else 'off'}"
+    # Documents that were tokenised before have their own, which a recipe cannot change.
+    tokenised = (data or {}).get("manifest") or {}
+    thinking = tokenised.get("thinking", recipe.get("enable_thinking"))
+    is_known = thinking is not None or not tokenised or "thinking" in tokenised
+    mode = THINKING[thinking] if is_known else "not recorded"
     limits = [
         "It drafts what the target writes in the way of its training data. Thinking in that data: "
-        + (f"{mode}; expect fewer accepted drafts otherwise." if facts else "not recorded."),
+        + f"{mode if facts else 'not recorded'}; expect fewer accepted drafts otherwise.",
         "Languages and domains that the training data lacks were not measured.",
     ]
     if data:
@@ -310,10 +329,10 @@ def _limits(facts: dict[str, Any], checkpoint: Checkpoint) -> list[str]:
     return limits
 
 
-def _licence_text(license: str | None) -> str:
-    if license is None:
-        return "The publisher has not stated one; that of the target applies to its outputs, on which it was trained."
-    return f"`{license}`. The licence of the target applies to its outputs, on which the drafter was trained."
+def _licence_text(license: str | None, adapted_from: str | None) -> str:
+    stated = "The publisher has not stated one" if license is None else f"`{license}`"
+    base = f" That of {adapted_from} applies to the weights that it was adapted from." if adapted_from else ""
+    return f"{stated}. The licence of the target applies to its outputs, on which the drafter was trained.{base}"
 
 
 __all__ = ["CardOptions", "model_card", "python_example"]

@@ -106,7 +106,9 @@ def _data(rows: PackedDataset) -> dict[str, Any]:
     description = documents.info.description if isinstance(documents, Dataset) else ""
     manifest = None
     if description and description.startswith("{"):
-        manifest = json.loads(description.split("\n\n")[0])
+        manifests = [json.loads(part) for part in description.split("\n\n")]
+        modes = {str(part.get("thinking")) for part in manifests}
+        manifest = manifests[0] | ({"thinking": "mixed"} if len(modes) > 1 else {})
     return {
         "documents": len(lengths),
         "tokens": int(lengths.sum()),
