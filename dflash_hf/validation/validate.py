@@ -2,8 +2,8 @@
 """Whether vLLM, SGLang, z-lab's `dflash` and transformers will all load a drafter as it was trained.
 
 A wrongly loaded drafter fails nowhere: its drafts are just accepted less often. So each requirement is a rule of its
-own (`structure.py`, `fields.py`, `tensors.py`, `values.py`), and all of them are looked at. The weights are read from a
-local folder alone, and of a repository only their headers are fetched.
+own (`structure.py`, `fields.py`, `tensors.py`, `values.py`), and all of them are looked at. The weights are read from
+a local folder alone, and of a repository only their headers are fetched.
 """
 
 import json
