@@ -225,7 +225,8 @@ def evaluate(args: EvaluationArguments, results: Results) -> None:
         args.seed,
         args.use_cache,
     )
-    hardware = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else platform.processor()
+    cpu = f"CPU ({platform.processor() or platform.machine()}), {torch.get_num_threads()} threads"
+    hardware = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else cpu
     shapes: dict[str, Any] = {}
     results.environment = {
         "device": str(target.device),

@@ -100,6 +100,8 @@ def test_several_drafters_side_by_side(run, folders, prompt_file):
     assert settings["temperature"] == 0.0 and settings["versions"]["torch"] == torch.__version__
     assert settings["versions"]["dflash_hf"] == dflash_hf.__version__
     assert settings["device"] == "cpu" and settings["target_dtype"] == "torch.float32"
+    # A speed-up says nothing without it.
+    assert settings["hardware"].startswith("CPU (") and settings["hardware"].endswith("threads")
     assert table.split("\nSettings:")[0] in printed + "\n"
 
 

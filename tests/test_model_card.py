@@ -200,7 +200,7 @@ def test_a_card_tells_all_that_is_known(folders):
         ({"thinking": "inferred"}, {}, "Thinking in that data: on where an answer holds some, else off;"),
         ({"thinking": None}, {}, "Thinking in that data: the chat template's own default;"),
         ({"thinking": "mixed"}, {}, "Thinking in that data: of several modes;"),
-        ({"template_hash": "f" * 64}, {}, "Thinking in that data: not recorded;"),
+        ({"template_hash": "f" * 64}, {}, "Thinking in that data: not recorded."),
         (None, {}, "Thinking in that data: the chat template's own default;"),
         (None, {"enable_thinking": False}, "Thinking in that data: thinking off;"),
     ],

@@ -299,11 +299,10 @@ def _limits(facts: dict[str, Any], checkpoint: Checkpoint) -> list[str]:
     # Documents that were tokenised before have their own, which a recipe cannot change.
     tokenised = (data or {}).get("manifest") or {}
     thinking = tokenised.get("thinking", recipe.get("enable_thinking"))
-    is_known = thinking is not None or not tokenised or "thinking" in tokenised
-    mode = THINKING[thinking] if is_known else "not recorded"
+    is_known = bool(facts) and (thinking is not None or not tokenised or "thinking" in tokenised)
+    mode = f"{THINKING[thinking]}; expect fewer accepted drafts otherwise." if is_known else "not recorded."
     limits = [
-        "It drafts what the target writes in the way of its training data. Thinking in that data: "
-        + f"{mode if facts else 'not recorded'}; expect fewer accepted drafts otherwise.",
+        f"It drafts what the target writes in the way of its training data. Thinking in that data: {mode}",
         "Languages and domains that the training data lacks were not measured.",
     ]
     if data:
