@@ -194,7 +194,9 @@ class DFlashTrainingArguments(TrainingArguments):
         # The parent checks a GPU's types before it hears that accelerate was told to keep to the CPU, and where there
         # is none at all, ranks would each train alone.
         told = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-        self.use_cpu = self.use_cpu or told or not torch.accelerator.is_available()
+        self.use_cpu = self.use_cpu or told
+        self.cpu_for_want_of_gpu = not self.use_cpu and not torch.accelerator.is_available()
+        self.use_cpu = self.use_cpu or self.cpu_for_want_of_gpu
         check_before(self)
         super().__post_init__()
         if self.device.type == "cpu":

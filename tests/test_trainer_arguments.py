@@ -264,3 +264,15 @@ def test_a_metric_that_no_evaluation_reports_is_told_of_at_once(tmp_path, caplog
     assert not caplog.text
     arguments(tmp_path, metric_for_best_model="acceptence_length")
     assert "metric_for_best_model='acceptence_length' is no metric" in caplog.text
+
+
+def test_a_cpu_that_was_not_asked_for_is_told_of(target, tmp_path, caplog, monkeypatch):
+    """bf16 on a machine whose GPU torch cannot reach would train for weeks without a word."""
+    seen = logging.getLogger("seen")
+    seen.warning_once = seen.warning
+    monkeypatch.setattr("dflash_hf.training.model_preparation.logger", seen)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    make_trainer(tmp_path, target)
+    assert not caplog.text
+    assert make_trainer(tmp_path, target, use_cpu=False, bf16=True).args.use_cpu
+    assert caplog.text.count("torch finds no GPU") == 1
