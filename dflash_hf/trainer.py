@@ -213,6 +213,7 @@ class DFlashTrainer(Trainer):
         try:
             output = super().train(None if folder is None else str(folder), *args, **kwargs)
             self._guard.finish()
+            self.optimizer.eval()  # type: ignore[union-attr]
             for mirror in self._mirrors():
                 decided_by_main(self, mirror.finish)
         except TrainingInterrupted:
@@ -245,6 +246,8 @@ class DFlashTrainer(Trainer):
         # Trainer writes under the final name, where a kill leaves half a checkpoint.
         self._guard.flush()
         assert self.model is not None
+        # Schedule-free optimizers step at other weights than they evaluate and leave behind.
+        self.optimizer.eval()  # type: ignore[union-attr]
         parameter = first_nonfinite_parameter(self.model)
         if parameter is not None:
             logger.error(f"No checkpoint of step {self.state.global_step}: the drafter's {parameter} is not finite.")

@@ -11,7 +11,7 @@ from runs import make_documents, make_trainer
 from tiny import dense_target
 from transformers import TrainerCallback, TrainingArguments
 
-from dflash_hf import DFlashTrainer, DFlashTrainingArguments
+from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.runs.interrupts import TrainingInterrupted
 from dflash_hf.training.trainer_arguments import REFUSED, REFUSED_FIRST, check_before
 
@@ -276,3 +276,37 @@ def test_a_cpu_that_was_not_asked_for_is_told_of(target, tmp_path, caplog, monke
     assert not caplog.text
     assert make_trainer(tmp_path, target, use_cpu=False, bf16=True).args.use_cpu
     assert caplog.text.count("torch finds no GPU") == 1
+
+
+class _AtTwoPoints(torch.optim.SGD):
+    """Steps one to the side of the weights that it evaluates, as schedule-free optimizers do."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.aside = 0
+
+    def _move(self, aside):
+        with torch.no_grad():
+            for parameter in (p for group in self.param_groups for p in group["params"]):
+                parameter.add_(aside - self.aside)
+        self.aside = aside
+
+    def train(self):
+        self._move(1)
+
+    def eval(self):
+        self._move(0)
+
+
+def test_what_a_schedule_free_optimizer_evaluates_is_what_is_saved(target, tmp_path):
+    given = {"optimizer_cls_and_kwargs": (_AtTwoPoints, {"lr": 0.0})}
+    values = {"save_steps": 1, "max_steps": 2, "learning_rate": 1e-3}
+    trainer = make_trainer(tmp_path, target, cls=partial(DFlashTrainer, **given), **values)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    assert trainer.optimizer.optimizer.aside == 0
+    for folder in ("checkpoint-1", "checkpoint-2", "saved"):
+        saved = DFlashDraftModel.from_pretrained(tmp_path / folder).state_dict()
+        for name, value in before.items():
+            torch.testing.assert_close(saved[name], value, rtol=0, atol=1e-5)

@@ -113,7 +113,7 @@ def prepare_drafter(model: DFlashDraftModel, args: DFlashTrainingArguments, keep
     if args.cpu_for_want_of_gpu and args.process_index == 0:
         logger.warning_once(
             "torch finds no GPU, so target and drafter run on the CPU. If there is one, torch and its driver do not "
-            "go together: python -c 'import torch; torch.zeros(1).cuda()' says why. use_cpu=True says that it is meant."
+            "go together: python -c 'import torch; torch.zeros(1).cuda()' says why. If it is meant, set use_cpu=True."
         )
     implementation = args.drafter_attn_implementation
     if implementation is None:
