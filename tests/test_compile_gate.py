@@ -178,10 +178,9 @@ def test_p2_a_target_that_compiles_late_changes_no_loss(tmp_path):
             tmp_path, depth, train_documents=train_documents, trainer_class=CompilesInEveryStep, row_length=500,
             num_train_epochs=1, bf16=True,
         )  # fmt: skip
-        with torch._dynamo.config.patch(**MANY):
-            trainer.train()
+        in_thread(trainer.train, name="training")
         assert trainer.target._packed is not None
-        assert set(backend.threads) == {"MainThread"}
+        assert set(backend.threads) == {"training"}
         runs[depth] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         # The first batch, with which the target is checked, and those of other lengths than the check's row.
         assert trainer.prefetcher._num_left == (0 if depth == 0 else 3)
