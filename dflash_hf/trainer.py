@@ -19,6 +19,7 @@ from .publishing.training_facts import TrainingFacts
 from .runs.checkpointing import decided_by_main, rotate, write_checkpoint
 from .runs.guards import StepGuard, check_can_learn, first_nonfinite_parameter
 from .runs.interrupts import Interrupts, TrainingInterrupted, spare_workers
+from .runs.operations import count_operations
 from .runs.record import run_record, write_record
 from .runs.remote_checkpoints import RemoteCheckpointCallback
 from .runs.resumed_state import EVALUATION_DUE, DueEvaluation, GivenSettings, check_steps_left, tell_of_schedule
@@ -140,7 +141,6 @@ class DFlashTrainer(Trainer):
     def _watch(self, drafter: Any) -> None:
         """The sums that become metrics, and the callbacks, in the order in which they are called."""
         args, block_size = self.args, self._drafter_config.block_size
-        self._num_parameters = sum(p.numel() for p in drafter.parameters())
         self._train_sums = BlockSums.zeros(block_size, args.device)
         self._step_sums = BlockSums.zeros(block_size, args.device)
         self._evaluated = EvaluationSums(block_size, args.device)
@@ -468,8 +468,15 @@ class DFlashTrainer(Trainer):
         return states[..., :-width], states[..., -width:]
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Floating-point operations of the drafter on the blocks, forward and backward, without attention and head."""
-        return 6 * self._num_parameters * inputs["labels"].numel()
+        """Floating-point operations of the drafter on a batch, forward and backward, as the plan counts them."""
+        labels, head = inputs["labels"], self.head.vocab_size * self._drafter_config.hidden_size
+        # Batches of other collators have no counts on the host; the labels may be on a device.
+        counted = inputs["counted_slots"].sum() if "counted_slots" in inputs else labels[..., 1:].numel()
+        compares = self.objective.slot_terms.divergence is not None
+        drafter = self.accelerator.unwrap_model(self.model)
+        return int(
+            count_operations(drafter, head, inputs["input_ids"].numel(), labels.numel(), counted, compares).drafter
+        )
 
     def _reduce(self, values: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(values, reduction="sum")

@@ -1,16 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run will need, from configurations and documents alone: devices, memory, tokens, steps and hours.
-
-Useful work is counted as 2 operations per weight and token for the target; for the drafter 6 per layer weight and
-slot, 6 per `fc`, key and value weight and context token, and 4 per head weight and slot (6 where an objective needs
-the target's logits too).
-"""
+"""What a run will need, from configurations and documents alone: devices, memory, tokens, steps and hours."""
 
 import math
-import statistics
 from dataclasses import asdict, dataclass
-from itertools import pairwise
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -27,6 +19,7 @@ from ..target.topology import Placement
 from ..training.batches import ANCHOR_BUCKET
 from ..training.objectives import compares_distributions
 from ..training_args import DFlashTrainingArguments
+from .operations import Operations, count_operations, product_rate
 
 
 # Shares of a bf16 matrix product's rate that each half reaches on an H200 (`recipes/qwen3.6-27b/README.md`).
@@ -124,15 +117,19 @@ def make_plan(
     per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
     world_size = args.world_size if world_size is None else world_size
     steps = math.ceil(len(rows) / (per_step * world_size))
-    anchors, slots = _anchors(rows, args, on_gpu=placements[0].drafter.type != "cpu")
+    anchors, blocks = _anchors(rows, args, on_gpu=placements[0].drafter.type != "cpu")
     shared = placements[0].drafter == placements[0].target[0]
     target = _TargetShape(text_config, drafter_config.target_layer_ids or [], args)
-    drafter = _DrafterShape(drafter_config, rows.num_tokens / len(rows), slots, compares_distributions(args.objective))
+    drafter = _DrafterShape(
+        drafter_config, rows.num_tokens / len(rows), blocks, compares_distributions(args.objective)
+    )
     is_measured = args.device.type == "cuda"
     rate = product_rate(args.device) if is_measured else ASSUMED_RATE
+    # Blocks that only fill up a row are drafted, but not compared with anything.
+    work = drafter.operations(anchors, target.read_parameters)
     halves = (
-        per_step * 2 * target.read_parameters * drafter.tokens / (rate * TARGET_EFFICIENCY),
-        per_step * drafter.operations / (rate * DRAFTER_EFFICIENCY),
+        per_step * work.target / (rate * TARGET_EFFICIENCY),
+        per_step * work.drafter / (rate * DRAFTER_EFFICIENCY),
     )
     step_seconds = sum(halves) if shared or args.prefetch_depth == 0 else max(halves)
     return Plan(
@@ -194,49 +191,30 @@ def check_memory(plan: Plan, total_bytes: int, num_visible: int) -> None:
     )
 
 
-def product_rate(device: torch.device) -> float:
-    """Operations per second of a square matrix product: bf16 of 8192 on CUDA, fp32 of 512 elsewhere."""
-    cuda = device.type == "cuda"
-    size, dtype = (8192, torch.bfloat16) if cuda else (512, torch.float32)
-    # Random, since a product of zeros draws less power and runs faster.
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    out, ends = torch.empty_like(a), []
-    for _ in range(7):
-        for _ in range(10):
-            torch.mm(a, b, out=out)
-        if cuda:
-            torch.cuda.synchronize(device)
-        ends.append(perf_counter())
-    # The first round warms up.
-    return 10 * 2 * size**3 / statistics.median(end - start for start, end in pairwise(ends[1:]))
-
-
 class _DrafterShape:
-    """Work and memory of the drafter on a row of so many tokens and anchors.
+    """Work and memory of the drafter on a row of so many tokens and blocks.
 
     An objective that `compares` takes the target's logits through the head too, of its final hidden states.
     """
 
-    def __init__(self, config: DFlashDraftConfig, tokens: float, anchors: float, compares: bool):
+    def __init__(self, config: DFlashDraftConfig, tokens: float, blocks: float, compares: bool):
         with torch.device("meta"):
-            drafter = DFlashDraftModel(config)
-        self.config, self.tokens, self.anchors, self.compares = config, tokens, anchors, compares
-        self.parameters = sum(p.numel() for p in drafter.parameters())
-        self.slots = anchors * config.block_size
-        names = {name: p.numel() for name, p in drafter.named_parameters()}
-        of_context = sum(
-            n for name, n in names.items() if name.startswith("fc.") or "k_proj" in name or "v_proj" in name
-        )
+            self.drafter = DFlashDraftModel(config)
+        self.config, self.tokens, self.compares = config, tokens, compares
+        self.parameters = sum(p.numel() for p in self.drafter.parameters())
+        self.slots = blocks * config.block_size
         self.head = config.vocab_size * config.hidden_size
-        on_slots = self.parameters - names["fc.weight"]
-        # Slot 0 does not go through the head.
-        head_slots = self.slots - anchors
-        of_head = (6 if compares else 4) * self.head * head_slots
-        self.operations = 6 * on_slots * self.slots + 6 * of_context * tokens + of_head
         # fp32 weights, gradients and AdamW's two moments.
         self.weight_bytes = 16.0 * self.parameters
         # The target's embedding and head in bf16, where the target is on another device.
         self.head_bytes = 2 * 2 * self.head
+
+    def operations(self, anchors: float, target_weights: int) -> Operations:
+        """Operations of a row with so many anchors, all slots of whose blocks count."""
+        head_slots = anchors * (self.config.block_size - 1)
+        return count_operations(
+            self.drafter, self.head, self.tokens, self.slots, head_slots, self.compares, target_weights
+        )
 
     def activation_bytes(self, args: DFlashTrainingArguments) -> float:
         """What the backward needs, the context in fp32 with its noise, the prefetched states and one loss chunk."""
@@ -295,4 +273,4 @@ def _anchors(rows: PackedDataset, args: DFlashTrainingArguments, on_gpu: bool) -
     return mean, -(-largest // ANCHOR_BUCKET) * ANCHOR_BUCKET
 
 
-__all__ = ["Plan", "check_memory", "make_plan", "product_rate"]
+__all__ = ["Plan", "check_memory", "make_plan"]
