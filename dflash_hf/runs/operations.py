@@ -7,7 +7,7 @@ Plan, benchmark and the trainer's `total_flos` count here alone, so that their f
 import statistics
 from itertools import pairwise
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -70,6 +70,17 @@ def count_operations(
     )
 
 
+def batch_operations(
+    drafter: nn.Module, head_weights: int, batch: dict[str, Any], compares: bool = False, target_weights: int = 0
+) -> Operations:
+    """[`count_operations`] of a batch of [`DataCollatorForDFlash`]."""
+    labels = batch["labels"]
+    # Batches of other collators have no counts on the host, and their labels may be on a device.
+    counted = batch["counted_slots"].sum() if "counted_slots" in batch else labels[..., 1:].numel()
+    tokens, slots = batch["input_ids"].numel(), labels.numel()
+    return count_operations(drafter, head_weights, tokens, slots, int(counted), compares, target_weights)
+
+
 def product_rate(device: torch.device) -> float:
     """Operations per second of a square matrix product: bf16 of 8192 on CUDA, fp32 of 512 elsewhere."""
     cuda = device.type == "cuda"
@@ -87,4 +98,4 @@ def product_rate(device: torch.device) -> float:
     return 10 * 2 * size**3 / statistics.median(end - start for start, end in pairwise(ends[1:]))
 
 
-__all__ = ["Operations", "count_operations", "product_rate"]
+__all__ = ["Operations", "batch_operations", "count_operations", "product_rate"]

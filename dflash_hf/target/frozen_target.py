@@ -195,7 +195,7 @@ class FrozenTarget:
         Returns:
             `torch.Tensor` of shape `[B, T, K * D]` on the target's device; zeros where no document is.
         """
-        return self._context_of(self.all_hidden_states(input_ids, document_lengths))
+        return self.split(self.all_hidden_states(input_ids, document_lengths))[0]
 
     @torch.no_grad()
     def all_hidden_states(
@@ -224,8 +224,11 @@ class FrozenTarget:
         self.startup.end("first_target_forward", states.device)
         return states
 
-    def _context_of(self, states: torch.Tensor) -> torch.Tensor:
-        return states[..., : -self.config.hidden_size] if self.final_states else states
+    def split(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What [`all_hidden_states`] gives, in parts: the context, and the final states or None."""
+        if not self.final_states:
+            return states, None
+        return states[..., : -self.config.hidden_size], states[..., -self.config.hidden_size :]
 
     def _features(self, packed: PackedForward | None, input_ids: torch.Tensor, pieces: list[Piece]) -> torch.Tensor:
         if packed is None:
@@ -268,7 +271,7 @@ class FrozenTarget:
         self, packed: PackedForward | None, input_ids: torch.Tensor, document_lengths: Sequence[Sequence[int]]
     ) -> torch.Tensor:
         pieces = document_pieces(document_lengths, input_ids.shape[1])
-        return self._context_of(self._features(packed, input_ids.to(self.device), pieces))
+        return self.split(self._features(packed, input_ids.to(self.device), pieces))[0]
 
     @contextmanager
     def _few_layers(self, packed: PackedForward) -> Iterator[None]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.integrations import get_reporting_integration_callbacks
 
-from .objectives import make_objective
+from .objectives import objective_of
 
 
 ATTENTION = ("flex_attention", "sdpa", "eager")
@@ -56,15 +56,7 @@ def check_values(args: Any) -> None:
     # Raises for a name that it does not know, as the Trainer would later.
     get_reporting_integration_callbacks(args.report_to)
     # The block size only gives a default here.
-    make_objective(
-        args.objective,
-        2,
-        args.loss_gamma,
-        args.dpace_alpha,
-        args.slot_weights,
-        args.loss_temperature,
-        args.cross_entropy_share,
-    )
+    objective_of(args, block_size=2)
     if args.drafter_attn_implementation not in (None, *ATTENTION):
         raise ValueError(
             f"drafter_attn_implementation={args.drafter_attn_implementation!r} cannot express the drafter's mask; use "
