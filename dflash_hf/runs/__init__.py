@@ -3,8 +3,8 @@
 
 In reading order:
 
-- before: `operations` (how much work a step is), `planning` (devices, memory, hours), `preflight` (every part once, on
-  the machine itself), `launching`;
+- before: `operations` (how much work a step is), `model_shapes` (and memory), `planning` (devices, steps, hours),
+  `preflight` (every part once, on the machine itself), `launching`;
 - during: `guards` (steps that are not finite, losses that cannot fall), `host_copies`, `interrupts`, `profiling`;
 - its checkpoints: `checkpointing` (complete or absent), `remote_store` (at an fsspec address), `remote_checkpoints`
   (mirrored while training goes on);
