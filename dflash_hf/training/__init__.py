@@ -3,6 +3,7 @@
 
 In reading order:
 
+- what it is told: `argument_checks` (which arguments are refused);
 - which drafter is trained: `model_preparation` (placed, frozen, compiled), `adapting` (going on from a published one),
   `speculators_conversion` (from another format), `partial_training` (some of its modules), `drafter_adapters` (LoRA);
 - on what: `batches` (from what a trainer was given to packed rows and their order), `context_noise`;
