@@ -24,10 +24,10 @@ from dflash_hf import (
     TokenizeOptions,
     tokenize_files,
 )
-from dflash_hf.cli import load_yaml_mapping
 from dflash_hf.data.manifest import open_documents
 from dflash_hf.publishing.card_results import read_results
-from dflash_hf.publishing.model_card import CardOptions, model_card, python_example
+from dflash_hf.publishing.card_sections import python_example
+from dflash_hf.publishing.model_card import CardOptions, model_card
 from dflash_hf.publishing.training_facts import (
     RECIPE_ARGUMENTS,
     _data,
@@ -38,6 +38,7 @@ from dflash_hf.publishing.training_facts import (
 from dflash_hf.validation.checkpoint import Checkpoint
 from dflash_hf.validation.reading import read_folder
 from dflash_hf.validation.validate import serving_commands
+from dflash_hf.yaml_mapping import load_yaml_mapping
 
 
 ROOT = Path(__file__).parents[1]

@@ -2,8 +2,8 @@
 """Whether vLLM, SGLang, z-lab's `dflash` and transformers will all load a drafter as it was trained.
 
 A wrongly loaded drafter fails nowhere: its drafts are just accepted less often. So each requirement is a rule of its
-own (`structure.py`, `fields.py`, `tensors.py`, `values.py`), and all of them are looked at. The weights are read from
-a local folder alone, and of a repository only their headers are fetched.
+own (`structure.py`, `rotary.py`, `fields.py`, `tensors.py`, `values.py`), and all of them are looked at. The weights
+are read from a local folder alone, and of a repository only their headers are fetched.
 """
 
 import json
@@ -18,6 +18,7 @@ from typing import Any
 from .checkpoint import ALL, READERS, Checkpoint, Finding, Rule
 from .fields import FIELD_RULES
 from .reading import read_folder, read_repository
+from .rotary import ROTARY_RULES
 from .structure import STRUCTURE_RULES
 from .tensors import TENSOR_RULES
 from .values import VALUE_RULES
@@ -39,7 +40,7 @@ _FILE_RULES = tuple(
         ("weights_file", "the tensor headers can be read"),
     )
 )
-RULES = (*_FILE_RULES, *STRUCTURE_RULES, *FIELD_RULES, *TENSOR_RULES, *VALUE_RULES)
+RULES = (*_FILE_RULES, *STRUCTURE_RULES, *ROTARY_RULES, *FIELD_RULES, *TENSOR_RULES, *VALUE_RULES)
 
 
 @dataclass(frozen=True)
