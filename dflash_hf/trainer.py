@@ -166,14 +166,20 @@ class DFlashTrainer(Trainer):
 
     def get_eval_dataloader(self, eval_dataset=None):
         """The parent's dataloader; data given to `evaluate` may be chats or documents, as in the constructor."""
-        if eval_dataset is None or isinstance(eval_dataset, str):
+        if eval_dataset is None or isinstance(eval_dataset, str) or eval_dataset is self.eval_dataset:
             return spare_workers(super().get_eval_dataloader(eval_dataset))
         # The parent keeps dataloaders with persistent workers by name alone, and gives that of the trainer's own data.
-        return spare_workers(super().get_test_dataloader(self._pack(eval_dataset)))  # type: ignore[arg-type]
+        return self.get_test_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset):
         """The parent's dataloader; data given to `predict` may be chats or documents, as in the constructor."""
-        return spare_workers(super().get_test_dataloader(self._pack(test_dataset)))  # type: ignore[arg-type]
+        persistent = self.args.dataloader_persistent_workers
+        # It is used once, and accelerate would keep it, with its workers, as long as the trainer.
+        self.args.dataloader_persistent_workers = False
+        try:
+            return spare_workers(super().get_test_dataloader(self._pack(test_dataset)))  # type: ignore[arg-type]
+        finally:
+            self.args.dataloader_persistent_workers = persistent
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """Collect the micro-batches of one optimizer step and what the step's loss is divided by, over all ranks."""

@@ -2,6 +2,7 @@
 """Every argument of transformers' Trainer acts as it says, or is refused with a way out before anything is loaded."""
 
 import logging
+import multiprocessing
 from dataclasses import fields
 from functools import partial
 
@@ -199,7 +200,11 @@ def test_data_given_to_evaluate_is_evaluated_beside_persistent_workers(target, t
     trainer, other = make_trainer(tmp_path, target, **values), make_documents(9)
     own = [trainer.evaluate()["eval_loss"], trainer.evaluate(other)["eval_loss"], trainer.evaluate()["eval_loss"]]
     assert own[0] == own[2] != own[1]
+    # The workers of the trainer's own data stay, those of the others do not.
+    assert len(multiprocessing.active_children()) == 1
     assert own[1] == make_trainer(tmp_path, target).evaluate(other)["eval_loss"]
+    # Left to the garbage collector, torch waits five seconds for it.
+    trainer._eval_dataloaders["eval"].base_dataloader._iterator._shutdown_workers()
 
 
 def test_predict_gives_the_metrics_of_its_data(target, tmp_path):
@@ -249,6 +254,11 @@ def test_an_interrupted_run_says_how_to_go_on_and_warns_when_it_does_not(target,
     caplog.clear()
     make_trainer(tmp_path, target, max_steps=6, resume_from_checkpoint=True).train()
     assert "anew" not in caplog.text
+    # A run that is finished has nothing to say of its steps.
+    monkeypatch.setattr("dflash_hf.target.pairs.logger.warning_once", lambda said: caplog.handler.stream.write(said))
+    before = caplog.text
+    make_trainer(tmp_path, target, max_steps=6, resume_from_checkpoint=True).train()
+    assert caplog.text == before
     make_trainer(tmp_path, target, max_steps=6, resume_from_checkpoint="false").train()
     assert "starts anew and will write over" in caplog.text and "up to checkpoint-6" in caplog.text
     caplog.clear()
