@@ -30,6 +30,7 @@ from .qwen3_5 import PackedQwen35
 from .startup_check import packing_fault
 from .startup_times import StartupTimes
 from .tapping import read_taps
+from .varied_lengths import varied_lengths
 
 
 logger = logging.getLogger(__name__)
@@ -197,7 +198,7 @@ class FrozenTarget:
         input_ids = input_ids.to(self.device, non_blocking=True)
         # Under the drafter's autocast a document's features would depend on who asks for them, and what is compiled
         # would fit one thread alone.
-        with torch.autocast(self.device.type, enabled=False, cache_enabled=True):
+        with torch.autocast(self.device.type, enabled=False, cache_enabled=True), varied_lengths():
             packed = self._checked_packing(rows * width)
             self.startup.begin("first_target_forward")
             states = self._features(packed, input_ids, pieces)
