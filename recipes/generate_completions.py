@@ -19,12 +19,13 @@ OUTPUT.settings.json. Where prompts stay unanswered, they are named and the exit
 import hashlib
 import json
 import logging
+import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from tqdm import tqdm
@@ -444,11 +445,18 @@ def main(arguments: CompletionArguments) -> int:
     return 1 if counts["unanswered"] else 0
 
 
+def end(text: str) -> NoReturn:
+    """End the process with status 1, and with it threads that still wait for a server: that may take half an hour."""
+    sys.stdout.flush()
+    print(text, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
 if __name__ == "__main__":
     logging.basicConfig()
     try:
         sys.exit(main(HfArgumentParser(CompletionArguments).parse_args_into_dataclasses()[0]))
     except (ValueError, OSError, AnswerError) as error:
-        sys.exit(f"error: {error}")
+        end(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit("interrupted: what is answered stays, and the same command goes on")
+        end("interrupted: what is answered stays, and the same command goes on")
