@@ -30,7 +30,6 @@ from typing import Any, NoReturn
 import torch
 from tqdm import tqdm
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     HfArgumentParser,
@@ -40,7 +39,7 @@ from transformers import (
 
 from dflash_hf.data.chat_rows import TOKEN_ID_KEYS
 from dflash_hf.decoding.completion_client import AnswerError, CompletionServer
-from dflash_hf.target.loading import eos_token_ids
+from dflash_hf.target.loading import eos_token_ids, load_model
 
 
 logger = logging.getLogger(__name__)
@@ -242,7 +241,7 @@ def load_target(arguments: CompletionArguments) -> tuple[PreTrainedModel, PreTra
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-        model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=arguments.dtype)
+        model = load_model(arguments.target, None, {"dtype": arguments.dtype})
     except OSError as error:
         raise FileNotFoundError(
             f"target {arguments.target!r} cannot be loaded: expected a folder with a model and its tokenizer, or the "

@@ -287,7 +287,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_the_start(target, tmp_pa
 
     trainer = make_trainer(tmp_path, target, max_steps=2)
     monkeypatch.setattr(Path, "mkdir", refused)
-    with pytest.raises(OSError, match=r"No checkpoint could be written into output_dir.*Permission denied"):
+    with pytest.raises(OSError, match=r"Nothing could be written into output_dir.*Permission denied"):
         trainer.train()
     assert trainer.state.global_step == 0
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: F401, F811 (fixtures of other files)
 """Servers that give nonsense, no end or half a page: an error that names it, never a figure made of it."""
 
 import json
@@ -11,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_serving import Engine, Handler, measure, no_waiting, start  # noqa: F401 (fixtures among them)
+from test_serving import Engine, Handler, measure, no_waiting, start
 
 from dflash_hf.decoding import server_http
 from dflash_hf.decoding.completion_client import LONGEST_RETRY_AFTER, AnswerError, CompletionServer, _retry_after
@@ -36,13 +37,13 @@ def edit(monkeypatch):
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-5", "1e400", "abc"])
 @pytest.mark.parametrize("name", [DRAFTS, SLOTS])
-def test_a_counter_that_is_no_count_is_named(start, edit, name, value):  # noqa: F811
+def test_a_counter_that_is_no_count_is_named(start, edit, name, value):
     edit("metrics", lambda page: page and re.sub(rf"({name}\{{[^}}]*\}}) \S+", rf"\1 {value}", page))
     with pytest.raises(ServerError, match=rf"does not say what it verified: it gives .* as vllm:{name[:-6]}"):
         measure(start("vllm")[1], "easy 1")
 
 
-def test_slots_that_are_missing_between_others_are_named(start, edit):  # noqa: F811
+def test_slots_that_are_missing_between_others_are_named(start, edit):
     edit("metrics", lambda page: page and page.replace('position="1"', 'position="99999999999"'))
     with pytest.raises(ServerError, match=r"count the slots \[0, 2, 99999999999\], of which some are missing"):
         measure(start("vllm")[1], "easy 1")
@@ -58,7 +59,7 @@ def test_slots_that_are_missing_between_others_are_named(start, edit):  # noqa: 
     ],
     ids=["other line ends", "braces in labels", "times and tabs", "two megabytes"],
 )
-def test_odd_pages_are_read(start, edit, page):  # noqa: F811
+def test_odd_pages_are_read(start, edit, page):
     edit("metrics", lambda text: text and page(text))
     assert measure(start("vllm")[1], "easy 1").verifications.acceptance_length == 3.0
 
@@ -68,7 +69,7 @@ def test_odd_pages_are_read(start, edit, page):  # noqa: F811
     ["x", [None], *([{"avg_spec_accept_length": v}] for v in ("2.5", float("nan"), 0.5, -3))],
     ids=str,
 )
-def test_information_that_is_none_is_named(start, edit, states):  # noqa: F811
+def test_information_that_is_none_is_named(start, edit, states):
     edit("server_info", lambda info: info and info | {"internal_states": states})
     with pytest.raises(ServerError, match="does not say what it verified: it"):
         measure(start("sglang")[1], "easy 1")
@@ -97,7 +98,7 @@ def with_part(chunk, name, value):
         (("sglang",), "spec_verify_ct", [None, "4", -4, 400]),
     ],
 )
-def test_answers_of_another_form_are_errors(start, edit, kinds, name, values):  # noqa: F811
+def test_answers_of_another_form_are_errors(start, edit, kinds, name, values):
     edit("answer", lambda chunks: [with_part(chunk, name, given[-1]) for chunk in chunks])
     for kind in kinds:
         _, url = start(kind, per_request=True)
@@ -121,7 +122,7 @@ def respond(monkeypatch, path, function):
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_an_error_whose_text_does_not_come_is_still_the_error(start, monkeypatch, hangs):  # noqa: F811
+def test_an_error_whose_text_does_not_come_is_still_the_error(start, monkeypatch, hangs):
     release = threading.Event()
 
     def fail(self):
@@ -155,7 +156,7 @@ def dribble(self):
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_what_comes_to_no_end_is_not_waited_for(start, monkeypatch, kind):  # noqa: F811
+def test_what_comes_to_no_end_is_not_waited_for(start, monkeypatch, kind):
     _, url = start(kind)
     server, begin = Server(url, timeout=0.5), time.monotonic()
     monkeypatch.setattr(
@@ -171,7 +172,7 @@ def test_what_comes_to_no_end_is_not_waited_for(start, monkeypatch, kind):  # no
     assert time.monotonic() - begin < 5
 
 
-def test_a_page_that_is_too_large_or_cut_off_is_an_error(start, monkeypatch):  # noqa: F811
+def test_a_page_that_is_too_large_or_cut_off_is_an_error(start, monkeypatch):
     monkeypatch.setattr(server_http, "LARGEST_PAGE", 100_000)
     respond(monkeypatch, "/metrics", lambda self: self.send("# filling\n" * 20_000))
     with pytest.raises(ServerError, match="more than"):
@@ -183,7 +184,7 @@ def test_a_page_that_is_too_large_or_cut_off_is_an_error(start, monkeypatch):  #
         Server(start("vllm")[1], timeout=5)
 
 
-def test_a_key_that_cannot_be_sent_is_not_repeated(start, monkeypatch):  # noqa: F811
+def test_a_key_that_cannot_be_sent_is_not_repeated(start, monkeypatch):
     _, url = start("vllm")
     monkeypatch.setenv("OPENAI_API_KEY", f"{SECRET}\n")
     assert measure(url, "easy 1").verifications.acceptance_length == 3.0
@@ -228,7 +229,7 @@ def test_a_retry_after_that_is_none_is_passed_over(value):
     assert _retry_after(value) in (None, LONGEST_RETRY_AFTER)
 
 
-def test_who_stops_asking_does_not_wait_for_the_answers(start, monkeypatch):  # noqa: F811
+def test_who_stops_asking_does_not_wait_for_the_answers(start, monkeypatch):
     release = threading.Event()
     post = Handler.do_POST
 
@@ -249,7 +250,7 @@ def test_who_stops_asking_does_not_wait_for_the_answers(start, monkeypatch):  # 
     release.set()
 
 
-def test_ctrl_c_ends_a_run_whose_server_hangs(start, monkeypatch, tmp_path):  # noqa: F811
+def test_ctrl_c_ends_a_run_whose_server_hangs(start, monkeypatch, tmp_path):
     asked, release = threading.Event(), threading.Event()
 
     def hang(self):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A running vLLM or SGLang server: its OpenAI-compatible API and its counters."""
 
+import json
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +94,7 @@ class Server:
         Raises:
             ServerError: When it answers with an error, breaks off, or takes too long.
         """
-        body = {"model": self.model, "messages": prompt.messages, **settings}
+        body = {"model": self.model, **request_body(prompt, settings)}
         # vLLM tells an answer's verifications behind its last token, SGLang in whole answers only.
         streams = self.engine == "vllm"
         body |= {"stream": True, "stream_options": {"include_usage": True}} if streams else {"return_meta_info": True}
@@ -162,6 +163,27 @@ class Server:
             except PageMissing:
                 continue
         return None
+
+
+def request_body(prompt: EvaluationPrompt, settings: dict[str, Any]) -> dict[str, Any]:
+    """A prompt as servers take it: the arguments of earlier tool calls as JSON, its own template arguments on top."""
+    body: dict[str, Any] = {**settings, "messages": [_with_json_arguments(message) for message in prompt.messages]}
+    if prompt.tools:
+        body["tools"] = prompt.tools
+    if prompt.template_kwargs:
+        body["chat_template_kwargs"] = {**settings.get("chat_template_kwargs", {}), **prompt.template_kwargs}
+    return body
+
+
+def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    if "tool_calls" not in message:
+        return message
+    calls = [dict(call) for call in message["tool_calls"]]
+    for call in calls:
+        call["function"] = function = dict(call.get("function", call))
+        if not isinstance(function.get("arguments"), str):
+            function["arguments"] = json.dumps(function.get("arguments") or {})
+    return {**message, "tool_calls": calls}
 
 
 def _start_of(prompt: EvaluationPrompt) -> str:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..decoding.report_files import plot_label
+
 
 @dataclass(frozen=True)
 class ResultRow:
@@ -116,11 +118,11 @@ def plot_results(results: CardResults, path: Path) -> None:
     lengths, *others = figure.subplots(1, 2 if shown else 1, squeeze=False)[0]
     for slots in others:
         for row in shown:
-            slots.plot(range(1, len(row.slots) + 1), row.slots, marker=".", label=row.prompts)
+            slots.plot(range(1, len(row.slots) + 1), row.slots, marker=".", label=plot_label(row.prompts))
         slots.set(xlabel="drafted slot", ylabel="share of blocks that accept it", ylim=(0, 1))
         slots.set(title="acceptance per slot", xticks=range(1, max(len(row.slots) for row in shown) + 1))
         slots.legend()
-    names = [row.prompts for row in results.rows]
+    names = [plot_label(row.prompts) for row in results.rows]
     values = [row.acceptance_length for row in results.rows]
     below = [0 if row.low is None else max(0.0, row.acceptance_length - row.low) for row in results.rows]
     above = [0 if row.high is None else max(0.0, row.high - row.acceptance_length) for row in results.rows]
