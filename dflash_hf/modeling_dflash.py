@@ -244,6 +244,9 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
             overrides = {name: kwargs.pop(name) for name in names & kwargs.keys()}
             download = {name: kwargs[name] for name in _DOWNLOAD_ARGUMENTS if kwargs.get(name) is not None}
             config, stored = check_checkpoint(path, config, overrides, download)
+            if config._commit_hash is not None:
+                # The weights of the commit that was checked, whatever is pushed meanwhile.
+                kwargs["revision"] = config._commit_hash
         dtype = stored if dtype in (None, "auto") else dtype
         loaded: Any = super().from_pretrained(
             path, *model_args, config=config, dtype=dtype, output_loading_info=True, **kwargs

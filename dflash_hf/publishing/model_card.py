@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -132,7 +133,7 @@ def _acceptance(results: CardResults | None, options: CardOptions, block_size: i
         parts.append(
             f"{'Measured by' if results else 'It will be measured by'}\n\n{_code('bash', options.results_command)}"
         )
-    parts += [f"![{Path(plot).stem}]({plot})" for plot in options.plots]
+    parts += [f"![{Path(plot).stem}]({quote(plot)})" for plot in options.plots]
     return "\n\n".join(parts)
 
 

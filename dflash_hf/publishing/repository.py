@@ -14,6 +14,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers.utils import logging
 
 from ..modeling_dflash import DFlashDraftModel
+from ..runs.guards import first_nonfinite_parameter
 from ..validation.reading import read_folder
 from ..validation.validate import ValidationReport, validate_checkpoint
 from .card_results import plot_results, read_results
@@ -25,6 +26,7 @@ logger = logging.get_logger(__name__)
 RESULTS_NAME = "results.json"
 PLOT_NAME = "acceptance.png"
 FP32_FOLDER = "fp32"
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".svg", ".webp", ".gif")
 
 
 @dataclass(frozen=True)
@@ -82,19 +84,26 @@ def build_repository(
         fp32: Whether to add the weights as they were trained, in the folder `fp32`.
 
     Raises:
-        ValueError: `repo_id` is no full name, the folder holds something, or a reader would not load the drafter.
+        ValueError: `repo_id` is no full name, the folder holds something, a plot has the name of another file, or a
+            reader would not load the drafter.
     """
-    folder, options = Path(folder), options or CardOptions()
+    folder, options, images = Path(folder), options or CardOptions(), [Path(plot) for plot in plots]
     check_repo_id(repo_id)
+    _check_plots(images, taken=() if results is None else (PLOT_NAME,))
+    if parameter := first_nonfinite_parameter(drafter):
+        raise ValueError(
+            f"{repo_id} is not sent: the drafter's {parameter} holds NaN or infinity, so it drafts nothing. Take an "
+            "earlier checkpoint."
+        )
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty, and all that is in it would be published. Give a new folder.")
     drafter.save_pretrained(folder, dtype=dtype)
     if fp32:
         drafter.save_pretrained(folder / FP32_FOLDER, dtype=torch.float32)
     card_results = None
-    names = [Path(plot).name for plot in plots]
-    for plot in plots:
-        shutil.copy(plot, folder / Path(plot).name)
+    names = [image.name for image in images]
+    for image in images:
+        shutil.copy(image, folder / image.name)
     if results is not None:
         card_results = read_results(results, results_drafter)
         (folder / RESULTS_NAME).write_text(json.dumps(without_local_paths(results), indent=1) + "\n")
@@ -109,6 +118,17 @@ def build_repository(
     if not report.ok:
         raise ValueError(f"{repo_id} is not sent, since not every reader would load it as it was trained.\n{report}")
     return Publication(folder, repo_id, report)
+
+
+def _check_plots(images: list[Path], taken: tuple[str, ...]) -> None:
+    """Refuse images that would take the place of each other, or of another file of the repository."""
+    names = [*taken, *(image.name for image in images)]
+    for image in images:
+        if image.suffix.lower() not in IMAGE_SUFFIXES or names.count(image.name) > 1:
+            raise ValueError(
+                f"The plot {image} cannot be published: expected an image ({', '.join(IMAGE_SUFFIXES)}) whose name no "
+                f"other has ({PLOT_NAME} is made of the results). Rename it."
+            )
 
 
 def check_repo_id(repo_id: str) -> None:

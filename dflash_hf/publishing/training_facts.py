@@ -25,6 +25,7 @@ from ..training_args import DFlashTrainingArguments
 logger = logging.get_logger(__name__)
 
 FACTS_NAME = "training.json"
+FORMAT = 1
 # Arguments that decide what a drafter becomes; the others say where it runs and what is written.
 RECIPE_ARGUMENTS = (
     *(name for name in LEARNING_ARGUMENTS if name != "ignore_data_skip"),
@@ -72,7 +73,7 @@ def training_facts(trainer: Any, seconds: float, first_step: int) -> dict[str, A
     quantised = vars(target.config).get("quantization_config")
     adapters = model.peft_config if is_adapter(model) else {}
     facts: dict[str, Any] = {
-        "format": 1,
+        "format": FORMAT,
         "target": {
             "id": hub_id(record["target"]["id"]),
             "revision": record["target"]["revision"],
@@ -174,9 +175,18 @@ class TrainingFacts(TrainerCallback):
 
 
 def read_facts(folder: str | Path) -> dict[str, Any] | None:
-    """What a run wrote about itself, or None where it wrote nothing."""
+    """What a run wrote about itself, or None where it wrote nothing that can be read."""
     path = Path(folder) / FACTS_NAME
-    return json.loads(path.read_text()) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        facts = None
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+        logger.warning(f"{path} is not what a run wrote about itself, so nothing is told of the training.")
+        return None
+    return facts
 
 
 __all__ = ["TrainingFacts", "differing_arguments", "hub_id", "read_facts", "training_facts"]

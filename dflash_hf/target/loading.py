@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import ResolvedRevision
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils.hub import resolve_revision
 
 
 def load_config(name: str | Path, init_kwargs: dict) -> PreTrainedConfig:
@@ -18,7 +20,7 @@ def load_config(name: str | Path, init_kwargs: dict) -> PreTrainedConfig:
 
 
 def load_model(name: str | Path, device: torch.device | str | None, init_kwargs: dict) -> PreTrainedModel:
-    """Load a target with all its weights.
+    """Load a target with all its weights; its configuration's `_commit_hash` says which commit of the Hub they are.
 
     Args:
         name: Hub id or folder.
@@ -32,6 +34,11 @@ def load_model(name: str | Path, device: torch.device | str | None, init_kwargs:
     if device is not None and torch.device(device).type == "cuda":
         # Weights go straight to the device, which some quantised ones must.
         init_kwargs = {"device_map": {"": str(torch.device(device))}, **init_kwargs}
+    # transformers loads all files of one commit, and does not tell of which.
+    places = {key: init_kwargs[key] for key in ("token", "cache_dir", "local_files_only") if key in init_kwargs}
+    revision = resolve_revision(name, init_kwargs.get("revision"), **places)
+    if isinstance(revision, ResolvedRevision):
+        init_kwargs = {**init_kwargs, "revision": revision}
     with _explained(name):
         loaded: Any = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **init_kwargs)
     model, info = loaded
@@ -41,6 +48,7 @@ def load_model(name: str | Path, device: torch.device | str | None, init_kwargs:
             f"({len(missing)} of its weights), which would be random. Copy it again, or give a whole causal language "
             "model with its head."
         )
+    model.config._commit_hash = revision.resolved if isinstance(revision, ResolvedRevision) else None
     return model
 
 
