@@ -19,6 +19,7 @@ from .publishing.training_facts import TrainingFacts
 from .runs.checkpointing import decided_by_main, rotate, write_checkpoint
 from .runs.guards import StepGuard, check_can_learn, first_nonfinite_parameter
 from .runs.interrupts import Interrupts, TrainingInterrupted, spare_workers
+from .runs.output_lock import writes_alone
 from .runs.record import run_record, write_record
 from .runs.remote_checkpoints import RemoteCheckpointCallback
 from .runs.resumed_state import EVALUATION_DUE, DueEvaluation, GivenSettings, check_steps_left, tell_of_schedule
@@ -182,6 +183,7 @@ class DFlashTrainer(Trainer):
         self.add_callback(SetEpoch(sampler))
         return sampler
 
+    @writes_alone
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         """The parent's training, which a signal ends with a checkpoint and status 75.
 

@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,7 @@ from dflash_hf.decoding.prompts import PRESETS, EvaluationPrompt, preset_prompts
 from dflash_hf.decoding.report_files import DEFINITION, markdown, plot_reports, plot_servers, server_markdown
 from dflash_hf.decoding.sampling import Sampling
 from dflash_hf.decoding.serving import Server, ServerError, ServerReport, measure_server, plain_tokens_per_second
+from dflash_hf.one_writer import only_writer
 from dflash_hf.runs.resuming import check_writable
 from dflash_hf.target.checks import check_fits
 from dflash_hf.target.head import COMPUTE_TYPES
@@ -125,10 +126,11 @@ def check_device(name: str | None) -> None:
 
 def main() -> None:
     args = parse_config((EvaluationArguments,), description=__doc__.split("\n")[0])[0]
-    results = Results(args)
+    results, alone = Results(args), ExitStack()
     try:
         with refusing():
             check_writable(Path(args.output_dir))
+            alone.enter_context(only_writer(args.output_dir, "output_dir"))
         results.prompts = find_prompts(args)
         if args.server:
             measure_servers(args, results)
@@ -139,6 +141,7 @@ def main() -> None:
         raise SystemExit(f"{sys.argv[0]}: error: {error}") from error.__cause__
     finally:
         finish(results)
+        alone.close()
 
 
 def finish(results: "Results") -> None:

@@ -23,9 +23,10 @@ import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import torch
 from tqdm import tqdm
@@ -39,6 +40,7 @@ from transformers import (
 
 from dflash_hf.data.chat_rows import TOKEN_ID_KEYS
 from dflash_hf.decoding.completion_client import AnswerError, CompletionServer
+from dflash_hf.one_writer import only_writer
 from dflash_hf.target.loading import eos_token_ids, load_model
 
 
@@ -217,16 +219,18 @@ def check_settings(arguments: CompletionArguments) -> None:
         )
 
 
-def open_output(arguments: CompletionArguments):
-    """The output, to append to, with its settings written beside it."""
+@contextmanager
+def open_output(arguments: CompletionArguments) -> Iterator[TextIO]:
+    """The output, to append to, which no other run does meanwhile, with its settings written beside it."""
     output = Path(arguments.output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    settings = json.dumps(settings_of(arguments), indent=1) + "\n"
-    path = Path(arguments.output + ".settings.json")
-    aside = path.with_name(path.name + ".aside")
-    aside.write_text(settings, encoding="utf-8")
-    aside.replace(path)
-    return output.open("a", encoding="utf-8")
+    with output.open("a", encoding="utf-8") as file, only_writer(output, "output"):
+        settings = json.dumps(settings_of(arguments), indent=1) + "\n"
+        path = Path(arguments.output + ".settings.json")
+        aside = path.with_name(path.name + ".aside")
+        aside.write_text(settings, encoding="utf-8")
+        aside.replace(path)
+        yield file
 
 
 def to_line(row: dict) -> str:

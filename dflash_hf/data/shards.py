@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
+from ..one_writer import only_writer
 from .documents import Document
 from .sources import SourceFile
 
@@ -73,6 +74,17 @@ class ShardWriter:
     @property
     def is_local(self) -> bool:
         return isinstance(self.fs, LocalFileSystem)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """No other run on this machine writes into the folder meanwhile: it would remove what is aside."""
+        if not self.is_local:
+            yield
+            return
+        with _named_errors(self.root):
+            os.makedirs(self.root, exist_ok=True)
+        with only_writer(self.root, "output"):
+            yield
 
     def open(self, file: SourceFile) -> "OpenShards":
         return OpenShards(self, file)
@@ -182,7 +194,7 @@ def read_record(fs: fsspec.AbstractFileSystem, path: str) -> dict[str, Any] | No
     except FileNotFoundError:
         return None
     except (pa.ArrowInvalid, KeyError, ValueError) as error:
-        logger.warning("%s is not a whole shard of documents (%s): it is made again.", path, error)
+        logger.warning("%s is not a whole shard of documents (%s).", path, error)
         return None
 
 
