@@ -16,7 +16,7 @@ from .modeling_dflash import DFlashDraftModel
 from .publishing.hub_pushes import push_checkpoint, push_run, write_card
 from .publishing.model_card import CardOptions
 from .publishing.training_facts import TrainingFacts
-from .runs.checkpointing import decided_by_main, rotate, write_checkpoint
+from .runs.checkpointing import decided_by_main, write_checkpoint
 from .runs.guards import StepGuard, check_can_learn, first_nonfinite_parameter
 from .runs.interrupts import Interrupts, TrainingInterrupted, spare_workers
 from .runs.output_lock import writes_alone
@@ -24,6 +24,7 @@ from .runs.record import run_record, write_record
 from .runs.remote_checkpoints import RemoteCheckpointCallback
 from .runs.resumed_state import EVALUATION_DUE, DueEvaluation, GivenSettings, check_steps_left, tell_of_schedule
 from .runs.resuming import prepare_output, resume_folder
+from .runs.rotation import rotate
 from .target.frozen_target import FrozenTarget
 from .target.head import FrozenHead
 from .target.pairs import PairCallback, make_pair, pair_accelerator_args

@@ -5,8 +5,8 @@ In reading order:
 
 - before: `planning` (devices, memory, hours), `preflight` (every part once, on the machine itself), `launching`;
 - during: `guards` (steps that are not finite, losses that cannot fall), `host_copies`, `interrupts`, `profiling`;
-- its checkpoints: `checkpointing` (complete or absent), `remote_store` (at an fsspec address), `remote_checkpoints`
-  (mirrored while training goes on);
+- its checkpoints: `output_lock` (one run at a time writes them), `checkpointing` (complete or absent), `rotation` (old
+  ones are deleted), `remote_store` (at an fsspec address), `remote_checkpoints` (mirrored while training goes on);
 - going on: `record` (what a run is made of), `resuming` (from which checkpoint, and whether it is the same run),
   `resumed_state`.
 
