@@ -19,6 +19,7 @@ from dflash_hf.data.document_checks import check_documents, check_token_ids
 from dflash_hf.data.loading import load_documents
 from dflash_hf.data.manifest import open_documents, stored_lengths
 from dflash_hf.data.packing import PackedDataset
+from dflash_hf.data.shards import OutputError
 from dflash_hf.data.tokenize_job import tokenize_files
 
 
@@ -161,3 +162,14 @@ def test_a_file_without_line_ends_is_not_held_in_memory(tmp_path, monkeypatch, s
     tracemalloc.stop()
     assert manifest["dropped"] == {"line too long": 1} and manifest["documents"] == {"train": 2}
     assert peak < 3_500_000
+
+
+def test_a_disk_that_is_full_from_the_start_is_named_and_nothing_is_left(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}')
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OutputError, match=r"Writing to .*out failed .*No space left.*start the same command again"):
+        tokenize_files(tmp_path / "a.jsonl", tmp_path / "out", TOKENIZER, disable_tqdm=True)
+    assert not list((tmp_path / "out").iterdir())

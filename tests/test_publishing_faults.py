@@ -8,10 +8,13 @@ import runpy
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hub_server import Repository
+from runs import make_trainer
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from test_publishing import RESULTS, contents, drafter, hub
 from tiny import dense_target
@@ -21,6 +24,7 @@ from dflash_hf.publishing.card_results import load_results, read_results
 from dflash_hf.publishing.repository import build_repository
 from dflash_hf.publishing.sending import recorded_results
 from dflash_hf.publishing.training_facts import read_facts
+from dflash_hf.runs.checkpointing import manifest_problems
 from dflash_hf.runs.record import target_identity
 from dflash_hf.target.loading import load_model
 from dflash_hf.training.drafter_adapters import (
@@ -213,3 +217,43 @@ def test_peft_is_missed_where_it_is_needed_and_by_name(adapter, monkeypatch, rec
     monkeypatch.setattr(sys, "argv", [recipe, *words])
     with pytest.raises(SystemExit, match=r"error: Adapters need peft: pip install 'dflash_hf\[peft\]'"):
         runpy.run_path(str(ROOT / "recipes" / recipe), run_name="__main__")
+
+
+# Disks that are full
+
+
+def fill_disk(monkeypatch):
+    """Lets the writer of tensors fail as it does where a disk is full: by an error of its own."""
+
+    def full(*args, **kwargs):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", full)
+    monkeypatch.setattr("peft.peft_model.safe_save_file", full)
+
+
+def test_a_full_disk_is_an_error_of_the_disk_and_leaves_no_half_repository(adapter, drafter, monkeypatch):
+    made = load_adapter(adapter)
+    fill_disk(monkeypatch)
+    for model in drafter, made:
+        with pytest.raises(OSError, match=r"cannot be written to .*No space left on device.*look at its disk"):
+            model.save_pretrained("new")
+    with pytest.raises(OSError, match="No space left"):
+        build_repository(drafter, "repository", "me/x")
+    assert not Path("repository").exists()
+
+
+def test_what_ends_no_training_is_told_of(tmp_path, monkeypatch, caplog):
+    """A push that cannot be set aside, whatever says so, and the record of the training."""
+
+    def full(*args, **kwargs):
+        # As the tokenizers say it.
+        raise Exception("No space left on device (os error 28)")
+
+    monkeypatch.setattr("dflash_hf.publishing.hub_pushes.write_publishable", full)
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda *a, **k: SimpleNamespace(repo_id="me/x"))
+    (tmp_path / "training.json.part").mkdir()
+    trainer = make_trainer(tmp_path, dense_target(), max_steps=1, save_steps=1, push_to_hub=True, hub_token="x" * 9)
+    trainer.train()
+    assert "checkpoint-1 cannot be set aside to be pushed to the Hub (No space left" in caplog.text
+    assert "training.json could not be written" in caplog.text and manifest_problems(tmp_path / "checkpoint-1") == []

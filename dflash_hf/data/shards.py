@@ -109,11 +109,15 @@ class ShardWriter:
             os.unlink(temporary)
 
     def write_json(self, name: str, value: Any) -> None:
-        temporary = self.temporary()
         text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
-        # Half a surrogate pair stays JSON's escape of it.
-        Path(temporary).write_bytes(text.encode("utf-8", "backslashreplace"))
-        self.publish(temporary, f"{self.root}/{name}")
+        with _named_errors(self.root):
+            temporary = self.temporary()
+            try:
+                # Half a surrogate pair stays JSON's escape of it.
+                Path(temporary).write_bytes(text.encode("utf-8", "backslashreplace"))
+                self.publish(temporary, f"{self.root}/{name}")
+            finally:
+                Path(temporary).unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
         with _named_errors(self.root):

@@ -17,7 +17,7 @@ from ..modeling_dflash import DFlashDraftModel
 from ..runs.guards import first_nonfinite_parameter
 from ..validation.reading import read_folder
 from ..validation.validate import ValidationReport, validate_checkpoint
-from .card_results import plot_results, read_results
+from .card_results import CardResults, plot_results, read_results
 from .model_card import CardOptions, model_card
 
 
@@ -97,15 +97,33 @@ def build_repository(
         )
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty, and all that is in it would be published. Give a new folder.")
-    drafter.save_pretrained(folder, dtype=dtype)
-    if fp32:
-        drafter.save_pretrained(folder / FP32_FOLDER, dtype=torch.float32)
-    card_results = None
+    card_results = None if results is None else read_results(results, results_drafter)
+    try:
+        drafter.save_pretrained(folder, dtype=dtype)
+        if fp32:
+            drafter.save_pretrained(folder / FP32_FOLDER, dtype=torch.float32)
+        for image in images:
+            shutil.copy(image, folder / image.name)
+        report = _write_texts(folder, repo_id, facts, results, card_results, images, options)
+    except BaseException:
+        # The same command must find the folder as it was.
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return Publication(folder, repo_id, report)
+
+
+def _write_texts(
+    folder: Path,
+    repo_id: str,
+    facts: dict[str, Any] | None,
+    results: dict[str, Any] | None,
+    card_results: CardResults | None,
+    images: list[Path],
+    options: CardOptions,
+) -> ValidationReport:
+    """Write results, plot and card beside the drafter, and check the whole."""
     names = [image.name for image in images]
-    for image in images:
-        shutil.copy(image, folder / image.name)
-    if results is not None:
-        card_results = read_results(results, results_drafter)
+    if card_results is not None:
         (folder / RESULTS_NAME).write_text(json.dumps(without_local_paths(results), indent=1) + "\n")
         if find_spec("matplotlib") is not None:
             plot_results(card_results, folder / PLOT_NAME)
@@ -117,7 +135,7 @@ def build_repository(
     report = validate_checkpoint(folder)
     if not report.ok:
         raise ValueError(f"{repo_id} is not sent, since not every reader would load it as it was trained.\n{report}")
-    return Publication(folder, repo_id, report)
+    return report
 
 
 def _check_plots(images: list[Path], taken: tuple[str, ...]) -> None:

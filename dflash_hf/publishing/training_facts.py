@@ -167,11 +167,19 @@ class TrainingFacts(TrainerCallback):
         if state.is_world_process_zero:
             self.seconds += time.monotonic() - self._start
             facts = training_facts(self.trainer, self.seconds, self.first_step)
-            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-            # A kill leaves the old file or the new one, never a half.
-            aside = Path(args.output_dir) / f"{FACTS_NAME}.part"
-            aside.write_text(json.dumps(facts, indent=1) + "\n")
-            aside.replace(aside.with_name(FACTS_NAME))
+            try:
+                write_facts(facts, Path(args.output_dir))
+            # The other ranks wait, and the drafter is worth more than what is told of it.
+            except OSError as error:
+                logger.warning(f"{FACTS_NAME} could not be written into {args.output_dir}: {error}")
+
+
+def write_facts(facts: dict[str, Any], folder: Path) -> None:
+    """Write a run's facts; a kill leaves the old file or the new one, never a half."""
+    folder.mkdir(parents=True, exist_ok=True)
+    aside = folder / f"{FACTS_NAME}.part"
+    aside.write_text(json.dumps(facts, indent=1) + "\n")
+    aside.replace(folder / FACTS_NAME)
 
 
 def read_facts(folder: str | Path) -> dict[str, Any] | None:

@@ -42,7 +42,10 @@ class DrafterAdapter(PeftModel):
             **kwargs: As for [`~peft.PeftModel.save_pretrained`].
         """
         # A drafter has no embedding; by default peft compares the vocabularies, for which it asks the Hub.
-        super().save_pretrained(save_directory, **{**kwargs, "save_embedding_layers": False})
+        try:
+            super().save_pretrained(save_directory, **{**kwargs, "save_embedding_layers": False})
+        except SafetensorError as error:
+            raise OSError(f"The adapter cannot be written to {save_directory} ({error}): look at its disk.") from error
         # peft also writes a card, which names the base even where that is a local folder.
         (Path(save_directory) / "README.md").unlink(missing_ok=True)
         (Path(save_directory) / BASE_RECORD).write_text(json.dumps({"digest": base_digest(self)}) + "\n")
