@@ -201,6 +201,21 @@ def test_the_commit_of_what_comes_from_the_hub_is_known(hub, drafter, adapter, t
     assert all(torch.equal(expected[name], tensor) for name, tensor in merge_adapter("of-hub").state_dict().items())
 
 
+def test_offline_the_cache_serves_and_what_it_lacks_is_named(hub, drafter, adapter, tmp_path, monkeypatch):
+    drafter.push_to_hub("me/base")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "cache").symlink_to(tmp_path / "elsewhere")
+    online = DFlashDraftModel.from_pretrained("me/base")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert DFlashDraftModel.from_pretrained("me/base").config._commit_hash == online.config._commit_hash
+    with pytest.raises(OSError, match="The drafter 'me/other' is no folder here, and the Hub does not give it"):
+        DFlashDraftModel.from_pretrained("me/other")
+    (weights,) = (tmp_path / "elsewhere").glob("models--me--base/snapshots/*/model.safetensors")
+    weights.resolve().write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a readable safetensors file"):
+        DFlashDraftModel.from_pretrained("me/base")
+
+
 # Packages that are missing
 
 
