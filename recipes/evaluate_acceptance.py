@@ -150,7 +150,11 @@ def finish(results: "Results") -> None:
         return
     # Shown first: a disk that is full by now must not take it along.
     print(f"\n{results.table()}")
-    results.write()
+    try:
+        results.write()
+    except OSError as error:
+        folder = results.args.output_dir
+        raise SystemExit(f"{sys.argv[0]}: error: the results could not be written to {folder} ({error})") from error
     print(f"results.json, results.md and acceptance.png are in {results.args.output_dir}.")
 
 
@@ -206,7 +210,12 @@ class Results:
     def write_now_and_then(self) -> None:
         """Write what a kill, which nothing can be done about, would lose."""
         if time.monotonic() - self.written > WRITE_EVERY:
-            self.write()
+            try:
+                self.write()
+            except OSError as error:
+                # There may be room by the end.
+                self.written = time.monotonic()
+                print(f"What is measured so far could not be written: {error}", file=sys.stderr)
 
     def table(self) -> str:
         """The results in Markdown."""

@@ -69,9 +69,12 @@ def test_a_disk_that_is_full_at_the_end_takes_no_figure_along(run, words, monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module(), "replace_file", full)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr(module(), "WRITE_EVERY", 0.0)
+    with pytest.raises(SystemExit, match=r"the results could not be written to .*No space left"):
         run(*words("first"))
-    assert "| drafter | acceptance length |" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "| drafter | acceptance length |" in printed.out and "3 of 3, 0 ties, 0 differ" in printed.out
+    assert printed.err.count("What is measured so far could not be written") == 3
 
 
 def test_a_kill_loses_a_minute_and_not_a_night(run, words, monkeypatch, tmp_path):
