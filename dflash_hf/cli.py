@@ -80,11 +80,11 @@ def errors_in_one_line() -> Iterator[None]:
     """Round what reads a recipe's options, data or configurations: an error there is said without a traceback.
 
     Raises:
-        SystemExit: In place of a ValueError or OSError, with its message.
+        SystemExit: In place of a ValueError, an OSError or an ImportError, with its message.
     """
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         raise SystemExit(f"{sys.argv[0]}: error: {error}") from error
 
 

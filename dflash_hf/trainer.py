@@ -15,13 +15,14 @@ from .modeling_dflash import DFlashDraftModel
 from .publishing.hub_pushes import push_checkpoint, push_run, write_card
 from .publishing.model_card import CardOptions
 from .publishing.training_facts import TrainingFacts
-from .runs.checkpointing import rotate
 from .runs.guards import StepGuard
 from .runs.interrupts import Interrupts, spare_workers
 from .runs.lifecycle import begin, ended_in_order, save
 from .runs.operations import batch_operations
+from .runs.output_lock import writes_alone
 from .runs.remote_checkpoints import RemoteCheckpointCallback
 from .runs.resumed_state import DueEvaluation, own_settings
+from .runs.rotation import rotate
 from .target.frozen_target import FrozenTarget
 from .target.pairs import PairCallback, make_pair, pair_accelerator_args
 from .target.startup_times import StartupCallback
@@ -307,6 +308,7 @@ class DFlashTrainer(Trainer):
 
     # The run and its checkpoints
 
+    @writes_alone
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         """The parent's training, which a signal ends with a checkpoint and status 75.
 

@@ -25,7 +25,6 @@ from dflash_hf.data.manifest import read_manifest
 from dflash_hf.publishing.training_facts import FACTS_NAME
 from dflash_hf.runs.launching import end_together
 from dflash_hf.target.loading import read_eos_token_ids
-from dflash_hf.training.drafter_adapters import lora_config
 from dflash_hf.training.partial_training import plain_drafter
 from dflash_hf.training.trainer_arguments import check_scripted
 
@@ -67,10 +66,13 @@ def run(adapt: AdaptArguments, args: DFlashTrainingArguments) -> None:
         drafter = DFlashDraftModel.from_pretrained(adapt.drafter)
         tokenizer = AutoTokenizer.from_pretrained(adapt.target)
         train_documents, eval_documents = read_documents(adapt, args, tokenizer)
-    peft_config = None
-    if adapt.lora_rank and args.trainable_modules is None:
-        modules = {"target_modules": adapt.lora_modules} if adapt.lora_modules else {}
-        peft_config = lora_config(adapt.lora_rank, adapt.lora_alpha, **modules)
+        peft_config = None
+        if adapt.lora_rank and args.trainable_modules is None:
+            # Needs peft, which training the drafter itself does not.
+            from dflash_hf.training.drafter_adapters import lora_config
+
+            modules = {"target_modules": adapt.lora_modules} if adapt.lora_modules else {}
+            peft_config = lora_config(adapt.lora_rank, adapt.lora_alpha, **modules)
     trainer = DFlashTrainer(
         drafter,
         adapt.target,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import yaml
 
@@ -58,7 +59,7 @@ def acceptance(results: CardResults | None, options: CardOptions, block_size: in
         parts.append(
             f"{'Measured by' if results else 'It will be measured by'}\n\n{_code('bash', options.results_command)}"
         )
-    parts += [f"![{Path(plot).stem}]({plot})" for plot in options.plots]
+    parts += [f"![{Path(plot).stem}]({quote(plot)})" for plot in options.plots]
     return "\n\n".join(parts)
 
 

@@ -58,7 +58,7 @@ def check_writable(folder: Path) -> None:
     """Make a folder and something in it, and remove the latter.
 
     Raises:
-        OSError: No checkpoint could be written there.
+        OSError: Nothing could be written there.
     """
     probe = folder / f"{ASIDE_PREFIX}probe"
     try:
@@ -66,7 +66,7 @@ def check_writable(folder: Path) -> None:
         probe.rmdir()
     except OSError as error:
         raise OSError(
-            f"No checkpoint could be written into output_dir={str(folder)!r} ({error}). Make it writable, or give "
+            f"Nothing could be written into output_dir={str(folder)!r} ({error}). Make it writable, or give "
             "another one."
         ) from error
 
