@@ -59,7 +59,9 @@ def _check_compilation(args: Any) -> None:
     if args.torch_compile_backend.lower() not in known:
         raise ValueError(f"torch_compile_backend={args.torch_compile_backend!r} is none of {', '.join(known)}.")
     if args.torch_compile_mode is not None and args.torch_compile_backend == "inductor":
-        modes = sorted(torch._inductor.list_mode_options())
+        from torch._inductor import list_mode_options
+
+        modes = sorted(list_mode_options())
         if args.torch_compile_mode not in modes:
             raise ValueError(f"torch_compile_mode={args.torch_compile_mode!r} is none of {', '.join(modes)}.")
 
