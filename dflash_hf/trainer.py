@@ -168,7 +168,7 @@ class DFlashTrainer(Trainer):
     def get_eval_dataloader(self, eval_dataset=None):
         """The parent's dataloader; data given to `evaluate` may be chats or documents, as in the constructor."""
         if eval_dataset is None or isinstance(eval_dataset, str) or eval_dataset is self.eval_dataset:
-            return spare_workers(super().get_eval_dataloader(eval_dataset))
+            return spare_workers(super().get_eval_dataloader(eval_dataset))  # type: ignore[arg-type]
         # The parent keeps dataloaders with persistent workers by name alone, and gives that of the trainer's own data.
         return self.get_test_dataloader(eval_dataset)
 

@@ -13,7 +13,8 @@ from .target.feature_transfer import FEATURE_COPIES
 from .target.topology import LAYOUTS, check_world_size
 from .training.argument_checks import check_values, refuse_options
 from .training.objectives import OBJECTIVES
-from .training.trainer_arguments import check_before, check_effects
+from .training.refused_options import check_before
+from .training.trainer_arguments import check_effects
 
 
 @dataclass

@@ -26,7 +26,7 @@ from dflash_hf.publishing.training_facts import FACTS_NAME
 from dflash_hf.runs.launching import end_together
 from dflash_hf.target.loading import read_eos_token_ids
 from dflash_hf.training.partial_training import plain_drafter
-from dflash_hf.training.trainer_arguments import check_scripted
+from dflash_hf.training.refused_options import check_scripted
 
 
 CONFIG = Path(__file__).resolve().parent / "adapt.yaml"

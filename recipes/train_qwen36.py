@@ -39,7 +39,7 @@ from dflash_hf.target.synthetic import random_target, read_target_config, synthe
 from dflash_hf.target.topology import planned_placements
 from dflash_hf.training.adapting import adapt
 from dflash_hf.training.objectives import compares_distributions
-from dflash_hf.training.trainer_arguments import check_scripted
+from dflash_hf.training.refused_options import check_scripted
 
 
 CONFIG = Path(__file__).resolve().parent / "qwen3.6-27b" / "config.yaml"

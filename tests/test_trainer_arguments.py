@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.runs.interrupts import TrainingInterrupted
-from dflash_hf.training.trainer_arguments import REFUSED, REFUSED_FIRST, check_before
+from dflash_hf.training.refused_options import REFUSED, REFUSED_FIRST, check_before
 
 
 # Fields that act as transformers documents them, by what shows it: the parent's code that is used as it is, or a test.

@@ -18,7 +18,7 @@ from ..training_args import DFlashTrainingArguments
 from .adapting import check_continuing
 from .objectives import compares_distributions
 from .partial_training import is_adapter, make_trainable
-from .trainer_arguments import check_trainer_options
+from .refused_options import check_trainer_options
 
 
 logger = logging.get_logger(__name__)
