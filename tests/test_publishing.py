@@ -62,6 +62,8 @@ def publication(drafter, tmp_path_factory):
 def hub(monkeypatch, tmp_path):
     with HubServer() as server:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+        # transformers keeps the client that it made first, and that one its endpoint.
+        monkeypatch.setattr("transformers.utils.hub._hf_api", None)
         template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
