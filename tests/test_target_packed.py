@@ -362,9 +362,13 @@ def test_kernels_that_take_no_borders_do_not_count(versions, available, monkeypa
 
 def test_weights_go_straight_to_a_gpu(monkeypatch):
     given = {}
-    monkeypatch.setattr(
-        loading.AutoModelForCausalLM, "from_pretrained", lambda name, **kwargs: given.update(kwargs) or dense_target()
-    )
+
+    def load(name, output_loading_info, **kwargs):
+        given.update(kwargs)
+        return dense_target(), {"missing_keys": set()}
+
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", load)
+    monkeypatch.setattr(loading, "resolve_revision", lambda name, revision, **kwargs: revision)
     loading.load_model("some/target", "cuda:1", {"dtype": "auto"})
     assert given == {"device_map": {"": "cuda:1"}, "dtype": "auto"}
     loading.load_model("some/target", "cuda:1", {"device_map": "auto"})
