@@ -18,7 +18,7 @@ from .publishing.training_facts import TrainingFacts
 from .runs.guards import StepGuard
 from .runs.interrupts import Interrupts, spare_workers
 from .runs.lifecycle import begin, ended_in_order, save
-from .runs.operations import batch_operations
+from .runs.operations import batch_operations, drafter_weights
 from .runs.output_lock import writes_alone
 from .runs.remote_checkpoints import RemoteCheckpointCallback
 from .runs.resumed_state import DueEvaluation, own_settings
@@ -123,6 +123,7 @@ class DFlashTrainer(Trainer):
     def _watch(self, drafter: Any) -> None:
         """The sums that become metrics, and the callbacks, in the order in which they are called."""
         args, block_size = self.args, self._drafter_config.block_size
+        self._weights = drafter_weights(drafter)
         self._trained = TrainingSums(block_size, args.device)
         self._evaluated = EvaluationSums(block_size, args.device)
         self.prefetcher, self.throughput = make_pair(self.target, args)
@@ -260,8 +261,8 @@ class DFlashTrainer(Trainer):
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Floating-point operations of the drafter on a batch, forward and backward, as the plan counts them."""
         head_weights = self.head.vocab_size * self._drafter_config.hidden_size
-        drafter, compares = self.accelerator.unwrap_model(self.model), self.objective.slot_terms.divergence is not None
-        return int(batch_operations(drafter, head_weights, inputs, compares).drafter)
+        compares = self.objective.slot_terms.divergence is not None
+        return int(batch_operations(self._weights, head_weights, inputs, compares).drafter)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the acceptance and accuracies of the blocks trained on since the last log."""

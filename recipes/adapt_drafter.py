@@ -20,11 +20,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.cli import errors_in_one_line, parse_config, refuse_unused
-from dflash_hf.data.loading import load_documents
 from dflash_hf.data.manifest import read_manifest
 from dflash_hf.publishing.training_facts import FACTS_NAME
 from dflash_hf.runs.launching import end_together
-from dflash_hf.target.loading import read_eos_token_ids
+from dflash_hf.training.batches import documents_reader
 from dflash_hf.training.partial_training import plain_drafter
 from dflash_hf.training.refused_options import check_scripted
 
@@ -95,24 +94,12 @@ def read_documents(
     adapt: AdaptArguments, args: DFlashTrainingArguments, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Dataset, Dataset | None]:
     """Documents to train on and to evaluate on."""
-    eos_ids = read_eos_token_ids(adapt.target)
-
-    def documents(address: str, split: str = "train") -> Dataset:
-        return load_documents(
-            address,
-            tokenizer,
-            split,
-            allow_other_template=args.allow_other_template,
-            max_length=args.max_length or args.row_length,
-            enable_thinking=args.enable_thinking,
-            eos_token_ids=eos_ids,
-        )
-
+    documents = documents_reader(args, adapt.target, tokenizer)
     manifest = read_manifest(adapt.documents)
     if adapt.eval_documents is not None:
         return documents(adapt.documents), documents(adapt.eval_documents)
     if manifest and manifest["documents"].get("eval"):
-        return documents(adapt.documents), documents(adapt.documents, "eval")
+        return documents(adapt.documents), documents(adapt.documents, split="eval")
     print("There is no evaluation split (tokenize_completions.py --eval_fraction): nothing is measured here.")
     return documents(adapt.documents), None
 

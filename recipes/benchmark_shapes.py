@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3_5TextConfig, Qwen3Config
 
 from dflash_hf import DataCollatorForDFlash, DFlashDraftConfig, DFlashDraftModel
-from dflash_hf.runs.operations import Operations, batch_operations
+from dflash_hf.runs.operations import Operations, batch_operations, drafter_weights
 from dflash_hf.target.head import FrozenHead
 
 
@@ -246,4 +246,5 @@ def step_operations(
     """Operations of a step on a batch; the target's where its layers are given."""
     config: Any = drafter.config
     weights = sum(p.numel() for p in target_layers.parameters()) if target_layers is not None else 0
-    return batch_operations(drafter, config.vocab_size * config.hidden_size, batch, target_weights=weights)
+    head = config.vocab_size * config.hidden_size
+    return batch_operations(drafter_weights(drafter), head, batch, target_weights=weights)

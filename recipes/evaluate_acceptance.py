@@ -52,8 +52,6 @@ from dflash_hf.target.loading import load_model
 
 # Seconds after which what is measured so far is written once more.
 WRITE_EVERY = 60.0
-
-
 OF_DECODING_HERE = ("target", "drafters", "sample_drafts", "dtype", "device", "check_walk", "use_cache")
 OF_SERVERS = ("model", "plain_server", "concurrency", "timeout")
 

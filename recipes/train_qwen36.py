@@ -22,7 +22,6 @@ from dflash_hf import (
     DFlashDraftModel,
     DFlashTrainer,
     DFlashTrainingArguments,
-    load_documents,
 )
 from dflash_hf.cli import errors_in_one_line, parse_config, refuse_unused
 from dflash_hf.data.addresses import is_remote
@@ -33,11 +32,11 @@ from dflash_hf.runs.preflight import preflight
 from dflash_hf.runs.profiling import ProfileCallback
 from dflash_hf.runs.resuming import check_writable
 from dflash_hf.target.frozen_target import FrozenTarget
-from dflash_hf.target.loading import read_eos_token_ids
 from dflash_hf.target.pairs import place_target, placements
 from dflash_hf.target.synthetic import random_target, read_target_config, synthetic_documents
 from dflash_hf.target.topology import planned_placements
 from dflash_hf.training.adapting import adapt
+from dflash_hf.training.batches import documents_reader
 from dflash_hf.training.objectives import compares_distributions
 from dflash_hf.training.refused_options import check_scripted
 
@@ -231,26 +230,14 @@ def read_documents(recipe: RecipeArguments, args: DFlashTrainingArguments, confi
     if recipe.num_synthetic_documents:
         length, mask = min(recipe.synthetic_length, args.row_length), config.mask_token_id or 0
         return synthetic_documents(recipe.num_synthetic_documents, length, config.vocab_size, mask, args.seed), None
-    tokenizer, eos_ids = AutoTokenizer.from_pretrained(recipe.target), read_eos_token_ids(recipe.target)
-
-    def documents(address: str, split: str):
-        return load_documents(
-            address,
-            tokenizer,
-            split,
-            allow_other_template=args.allow_other_template,
-            max_length=args.max_length or args.row_length,
-            enable_thinking=args.enable_thinking,
-            eos_token_ids=eos_ids,
-        )
-
+    documents = documents_reader(args, recipe.target, AutoTokenizer.from_pretrained(recipe.target))
     assert recipe.completions is not None  # checked
     evaluation = None
     if recipe.eval_completions is not None:
         # Of tokenised documents the part that was set apart for evaluation.
         is_tokenized = read_manifest(recipe.eval_completions) is not None
-        evaluation = documents(recipe.eval_completions, "eval" if is_tokenized else "train")
-    return documents(recipe.completions, "train"), evaluation
+        evaluation = documents(recipe.eval_completions, split="eval" if is_tokenized else "train")
+    return documents(recipe.completions), evaluation
 
 
 def load_target(recipe: RecipeArguments, args: DFlashTrainingArguments, taps: list[int]) -> FrozenTarget:

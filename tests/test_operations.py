@@ -10,7 +10,7 @@ from runs import make_documents, make_trainer
 from tiny import dense_target
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dflash_hf.runs.operations import count_operations
+from dflash_hf.runs.operations import count_operations, drafter_weights
 from dflash_hf.runs.planning import DRAFTER_EFFICIENCY, TARGET_EFFICIENCY, make_plan
 from dflash_hf.target.topology import place
 from dflash_hf.training.drafter_loss import drafter_loss
@@ -47,7 +47,9 @@ def test_the_published_drafter_counted_by_hand():
     assert sum(p.numel() for p in drafter.parameters()) == 1_730_213_120
     layers = 5 * (5120 * 128 * (32 + 8 + 8 + 32) + 3 * 5120 * 17408)
     kv, fc = 5 * 2 * 5120 * 1024, 25600 * 5120
-    operations = count_operations(drafter, HEAD, 2048, 512 * 16, 512 * 15, target_weights=23_597_668_128)
+    operations = count_operations(
+        drafter_weights(drafter), HEAD, 2048, 512 * 16, 512 * 15, target_weights=23_597_668_128
+    )
     assert operations.target == 2 * 23_597_668_128 * 2048
     assert operations.layers == 6 * layers * 512 * 16
     assert operations.context == (6 * kv + 4 * fc) * 2048
@@ -67,9 +69,8 @@ def test_a_step_multiplies_what_is_counted(name):
     context, final = torch.randn(1, 128, 2 * 64), torch.randn(1, 128, 64)
     with Products() as products:
         drafter_loss(drafter, drafter.config, batch, context, head, objective, None, final)[0].backward()
-    counted = count_operations(
-        drafter, 272 * 64, 128, 16 * 4, batch["counted_slots"].sum(), compares=objective.slot_terms.divergence
-    )
+    weights, head_slots = drafter_weights(drafter), batch["counted_slots"].sum()
+    counted = count_operations(weights, 272 * 64, 128, 16 * 4, head_slots, compares=objective.slot_terms.divergence)
     assert products.operations == counted.drafter
     if name == "cross_entropy":
         assert step_operations(drafter, batch) == counted
@@ -81,7 +82,7 @@ def test_a_target_multiplies_what_is_counted():
     with torch.no_grad(), Products() as products:
         target.model(torch.randint(0, 200, (1, 50)))
     weights = sum(p.numel() for p in target.model.layers.parameters())
-    counted = count_operations(make_drafter(TINY, META), 0, 50, 0, 0, target_weights=weights)
+    counted = count_operations(drafter_weights(make_drafter(TINY, META)), 0, 50, 0, 0, target_weights=weights)
     assert products.operations == pytest.approx(counted.target, rel=0.02)
 
 
@@ -96,7 +97,9 @@ def test_the_shares_that_were_published_counted_more():
     for row in ((2048, 512), (8192, 256), (8192, 512), (8192, 1536), (8192, 4096), (32768, 512), (32768, 4096)):
         tokens, anchors = row
         published = 6 * layers * anchors * 16 + 6 * (kv + fc) * tokens + 4 * HEAD * anchors * 16
-        factors[row] = count_operations(drafter, HEAD, tokens, anchors * 16, anchors * 15).drafter / published
+        factors[row] = (
+            count_operations(drafter_weights(drafter), HEAD, tokens, anchors * 16, anchors * 15).drafter / published
+        )
     assert factors.pop((32768, 512)) == pytest.approx(0.928, abs=5e-4)
     assert (min(factors.values()), max(factors.values())) == pytest.approx((0.950, 0.976), abs=5e-4)
 
@@ -108,7 +111,9 @@ def test_the_plan_takes_what_is_counted(tmp_path):
     layers = target.model.layers[: drafter.config.target_layer_ids[-1] + 1]
     weights, blocks = sum(p.numel() for p in layers.parameters()), plan.anchors_per_row
     tokens = plan.tokens / plan.rows
-    counted = count_operations(drafter, 272 * 64, tokens, blocks * 4, blocks * 3, target_weights=weights)
+    counted = count_operations(
+        drafter_weights(drafter), 272 * 64, tokens, blocks * 4, blocks * 3, target_weights=weights
+    )
     rate = plan.rate / args.train_batch_size
     assert plan.drafter_seconds * rate * DRAFTER_EFFICIENCY == pytest.approx(counted.drafter)
     assert plan.target_seconds * rate * TARGET_EFFICIENCY == pytest.approx(counted.target)
@@ -123,5 +128,5 @@ def test_the_trainer_takes_what_is_counted(tmp_path):
     blocks = len(batch["labels"][0])
     assert batch["counted_slots"].sum() < blocks * 3
     del batch["counted_slots"]
-    head = count_operations(trainer.model, 272 * 64, 0, 0, blocks * 3).head
+    head = count_operations(drafter_weights(trainer.model), 272 * 64, 0, 0, blocks * 3).head
     assert trainer.floating_point_ops(batch) == counted.drafter - counted.head + head

@@ -225,8 +225,8 @@ def test_peft_is_missed_where_it_is_needed_and_by_name(adapter, monkeypatch, rec
     if recipe == "adapt_drafter.py":
         monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *args: None)
         monkeypatch.setattr("dflash_hf.data.manifest.read_manifest", lambda *args: None)
-        monkeypatch.setattr("dflash_hf.target.loading.read_eos_token_ids", lambda *args: [])
-        monkeypatch.setattr("dflash_hf.data.loading.load_documents", lambda *args, **kwargs: None)
+        monkeypatch.setattr("dflash_hf.training.batches.read_eos_token_ids", lambda *args: [])
+        monkeypatch.setattr("dflash_hf.training.batches.load_documents", lambda *args, **kwargs: None)
         words = ["--drafter", "base", "--target", "t", "--documents", "d", "--output_dir", "o", "--use_cpu", "true"]
     monkeypatch.setitem(sys.modules, "peft", None)
     monkeypatch.delitem(sys.modules, "dflash_hf.training.drafter_adapters")

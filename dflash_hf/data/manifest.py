@@ -36,8 +36,9 @@ SETTINGS_NAME = "settings.json"
 # Documents of a shard that are held at once.
 BATCH_DOCUMENTS = 256
 FORMAT = "dflash_hf documents 1"
-# Fields that say what the ids mean and how the text was written; they travel with the opened data set.
+# Fields without which it is no manifest, and what they hold.
 FIELDS = {"files": list, "documents": dict, "complete": bool, "failed": dict, "vocabulary_hash": str}
+# Fields that say what the ids mean and how the text was written; they travel with the opened data set.
 IDENTITY_FIELDS = ("format", "vocabulary_hash", "vocabulary_size", "template_hash")
 
 

@@ -33,7 +33,7 @@ def begin(trainer: Any, resume_from_checkpoint: str | bool | None) -> Path | Non
 
     Raises:
         ValueError: The loss cannot fall, or the checkpoint cannot be resumed.
-        OSError: No checkpoint could be written.
+        DiskSpaceError: No checkpoint would fit.
     """
     args, optimizer = trainer.args, trainer.optimizer
     groups = [{"lr": args.learning_rate}] if optimizer is None else optimizer.param_groups

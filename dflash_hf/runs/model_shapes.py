@@ -10,7 +10,7 @@ from ..configuration_dflash import DFlashDraftConfig
 from ..modeling_dflash import DFlashDraftModel
 from ..training.objectives import compares_distributions
 from ..training_args import DFlashTrainingArguments
-from .operations import Operations, count_operations
+from .operations import Operations, count_operations, drafter_weights
 
 
 # Logits of one chunk of the loss, in fp32 with their gradient and softmax.
@@ -29,11 +29,12 @@ class DrafterShape:
 
     def __init__(self, config: DFlashDraftConfig, tokens: float, blocks: float, args: DFlashTrainingArguments):
         with torch.device("meta"):
-            self.drafter = DFlashDraftModel(config)
+            drafter = DFlashDraftModel(config)
         self.config, self.tokens, self.args = config, tokens, args
         # The target's final hidden states then travel too, and go through the head.
         self.compares = compares_distributions(args.objective)
-        self.parameters = sum(p.numel() for p in self.drafter.parameters())
+        self.parameters = sum(p.numel() for p in drafter.parameters())
+        self.weights = drafter_weights(drafter)
         self.slots = blocks * config.block_size
         self.head = config.vocab_size * config.hidden_size
 
@@ -41,7 +42,7 @@ class DrafterShape:
         """Operations of a row with so many anchors, all slots of whose blocks count."""
         head_slots = anchors * (self.config.block_size - 1)
         return count_operations(
-            self.drafter, self.head, self.tokens, self.slots, head_slots, self.compares, target_weights
+            self.weights, self.head, self.tokens, self.slots, head_slots, self.compares, target_weights
         )
 
     def bytes(self, beside_target: bool) -> float:

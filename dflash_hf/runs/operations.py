@@ -13,6 +13,24 @@ import torch
 from torch import nn
 
 
+class DrafterWeights(NamedTuple):
+    """Weights of a drafter's matrices, by what passes them; made once by [`drafter_weights`]."""
+
+    layers: int
+    keys_and_values: int
+    fc: int
+
+
+def drafter_weights(drafter: nn.Module) -> DrafterWeights:
+    """Those of a drafter, also with an adapter, not wrapped; on the meta device too."""
+    matrices = [(n.split("."), p.numel()) for n, p in drafter.named_parameters() if p.ndim > 1]
+    return DrafterWeights(
+        layers=sum(size for parts, size in matrices if "layers" in parts),
+        keys_and_values=sum(size for parts, size in matrices if "k_proj" in parts or "v_proj" in parts),
+        fc=sum(size for parts, size in matrices if "fc" in parts),
+    )
+
+
 class Operations(NamedTuple):
     """Operations of a step by where they are done; [`count_operations`] says what is counted."""
 
@@ -28,7 +46,7 @@ class Operations(NamedTuple):
 
 
 def count_operations(
-    drafter: nn.Module,
+    drafter: DrafterWeights,
     head_weights: int,
     num_tokens: float,
     num_slots: float,
@@ -50,7 +68,7 @@ def count_operations(
     of the loss are not counted.
 
     Args:
-        drafter: The drafter, also with an adapter, not wrapped; on the meta device too.
+        drafter: The weights of the drafter.
         head_weights: Weights of the head.
         num_tokens: Tokens that the target reads.
         num_slots: Slots that the drafter computes, slot 0 of each block included.
@@ -58,20 +76,16 @@ def count_operations(
         compares: Whether the objective compares with the target's distribution.
         target_weights: Weights of the target's layers that run.
     """
-    matrices = [(n.split("."), p.numel()) for n, p in drafter.named_parameters() if p.ndim > 1]
-    layers = sum(size for parts, size in matrices if "layers" in parts)
-    keys_and_values = sum(size for parts, size in matrices if "k_proj" in parts or "v_proj" in parts)
-    fc = sum(size for parts, size in matrices if "fc" in parts)
     return Operations(
         target=2.0 * target_weights * num_tokens,
-        layers=6.0 * layers * num_slots,
-        context=(6.0 * keys_and_values + 4.0 * fc) * num_tokens,
+        layers=6.0 * drafter.layers * num_slots,
+        context=(6.0 * drafter.keys_and_values + 4.0 * drafter.fc) * num_tokens,
         head=(6.0 if compares else 4.0) * head_weights * num_head_slots,
     )
 
 
 def batch_operations(
-    drafter: nn.Module, head_weights: int, batch: dict[str, Any], compares: bool = False, target_weights: int = 0
+    drafter: DrafterWeights, head_weights: int, batch: dict[str, Any], compares: bool = False, target_weights: int = 0
 ) -> Operations:
     """[`count_operations`] of a batch of [`DataCollatorForDFlash`]."""
     labels = batch["labels"]
@@ -98,4 +112,11 @@ def product_rate(device: torch.device) -> float:
     return 10 * 2 * size**3 / statistics.median(end - start for start, end in pairwise(ends[1:]))
 
 
-__all__ = ["Operations", "batch_operations", "count_operations", "product_rate"]
+__all__ = [
+    "DrafterWeights",
+    "Operations",
+    "batch_operations",
+    "count_operations",
+    "drafter_weights",
+    "product_rate",
+]

@@ -19,6 +19,7 @@ def writes_alone(train: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
         AnotherWriterError: On all ranks, when another process trains into the same `output_dir`.
+        OSError: No checkpoint could be written there.
     """
 
     @functools.wraps(train)

@@ -34,10 +34,9 @@ def prepare_output(trainer: Any) -> None:
     """Tidy up what a kill left in the output folder, and check that a checkpoint fits on its disk.
 
     Args:
-        trainer: The [`DFlashTrainer`] that is about to train.
+        trainer: The [`DFlashTrainer`] that is about to train, which holds its output folder alone.
 
     Raises:
-        OSError: No checkpoint could be written.
         DiskSpaceError: No checkpoint would fit.
     """
     args, folder = trainer.args, Path(trainer.args.output_dir)
@@ -46,7 +45,6 @@ def prepare_output(trainer: Any) -> None:
         for left in [path for prefix in (SNAPSHOT_PREFIX, STAGING_PREFIX) for path in folder.glob(f"{prefix}*")]:
             shutil.rmtree(left, ignore_errors=True)
     if args.save_strategy != SaveStrategy.NO:
-        check_writable(folder)
         check_disk_space(folder, checkpoint_bytes(trainer.model, None, args.save_only_model))
     if args.save_only_model:
         logger.warning(

@@ -2,6 +2,7 @@
 """From what a trainer was given to packed rows, their order, and batches of them."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,11 @@ from ..data.anchors import num_valid_anchors
 from ..data.collator import DataCollatorForDFlash
 from ..data.conversations import tokenize_completions
 from ..data.document_checks import check_documents, check_token_ids
+from ..data.loading import load_documents
 from ..data.manifest import check_documents_fit
 from ..data.packing import PackedDataset, RowSampler, with_sources
 from ..target.frozen_target import FrozenTarget
+from ..target.loading import read_eos_token_ids
 from ..training_args import DFlashTrainingArguments
 from .losses import IGNORE_INDEX
 
@@ -28,6 +31,29 @@ ANCHOR_BUCKET = 64
 def data_seed(args: DFlashTrainingArguments) -> int:
     """The seed of rows, anchors and noise."""
     return args.seed if args.data_seed is None else args.data_seed
+
+
+def documents_reader(
+    args: DFlashTrainingArguments, target: str, tokenizer: PreTrainedTokenizerBase
+) -> Callable[..., Dataset]:
+    """[`load_documents`] as a run's arguments say: it takes an address, and a split.
+
+    Args:
+        args: How chats are tokenised, and what may differ.
+        target: Hub id or folder of the target, whose end-of-sequence ids end an answer.
+        tokenizer: The target's.
+
+    Raises:
+        OSError, ValueError: The target has neither a generation config nor a configuration.
+    """
+    return partial(
+        load_documents,
+        tokenizer=tokenizer,
+        allow_other_template=args.allow_other_template,
+        max_length=args.max_length or args.row_length,
+        enable_thinking=args.enable_thinking,
+        eos_token_ids=read_eos_token_ids(target),
+    )
 
 
 def pack_rows(
@@ -192,6 +218,7 @@ __all__ = [
     "check_blocks",
     "count_tokens",
     "data_seed",
+    "documents_reader",
     "make_collator",
     "pack_rows",
     "without_repeated_rows",

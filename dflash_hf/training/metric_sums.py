@@ -95,4 +95,4 @@ class EvaluationSums:
         return blocks.metrics() | WalkSums(walked, self.walk.sources).metrics()
 
 
-__all__ = ["EvaluationSums"]
+__all__ = ["EvaluationSums", "TrainingSums"]
