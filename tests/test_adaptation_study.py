@@ -12,6 +12,7 @@ from tiny import MASK_TOKEN_ID, byte_tokenizer, llama_target
 from transformers import TrainerControl
 
 
+LENGTHS = {"general_validation", "general_test", "code_validation", "code_test"}
 FOLDER = Path(__file__).parents[1] / "recipes" / "smollm2-135m"
 
 
@@ -29,7 +30,7 @@ def test_the_study_runs_through(tmp_path, monkeypatch, capsys):
     target = llama_target()
     target.save_pretrained(tmp_path / "target")
     byte_tokenizer().save_pretrained(tmp_path / "target")
-    for name, count in (("general", 10), ("dev", 3)):
+    for name, count in (("general", 10), ("dev", 4)):
         rows = [
             {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"It is {i}."}]}
             for i in range(count)
@@ -50,7 +51,7 @@ def test_the_study_runs_through(tmp_path, monkeypatch, capsys):
     # A rate at which training diverges costs its own figures only.
     assert "not finite" in results["adapter"][1]["error"] and len(results["adapter"]) == 2
     for run in (results["general"], results["adapter"][0], *results["whole"]):
-        assert run["acceptance_length"].keys() == {"general", "code_validation", "code_test"}
+        assert run["acceptance_length"].keys() == LENGTHS
         assert all(1 <= length <= 4 for length in run["acceptance_length"].values()) and run["seconds"] > 0
     assert results["summary"]["adapter"]["learning_rate"] == pytest.approx(1e-3)
     assert "of the whole drafter's gain on code" in capsys.readouterr().out
@@ -74,20 +75,30 @@ def test_the_first_drafter_is_done_after_its_time(monkeypatch):
         assert control.should_training_stop is stops
 
 
-def test_a_kind_without_a_drafter_is_not_compared(monkeypatch):
+def test_rates_are_chosen_by_validation_alone(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     summarise = runpy.run_path(str(FOLDER / "adaptation.py"))["summarise"]
 
-    def run(rate, validation, test, general):
-        lengths = {"code_validation": validation, "code_test": test, "general": general}
-        return {"learning_rate": rate, "acceptance_length": lengths}
+    def run(rate, code_validation, code_test, general_validation, general_test):
+        names = ("code_validation", "code_test", "general_validation", "general_test")
+        values = (code_validation, code_test, general_validation, general_test)
+        return {"learning_rate": rate, "acceptance_length": dict(zip(names, values, strict=True))}
 
-    results = {"general": run(1e-3, 2.0, 2.0, 2.0), "adapter": [{"learning_rate": 1.0, "error": "not finite"}]}
-    results["whole"] = [run(1e-4, 2.5, 2.75, 2.0), run(3e-4, 3.0, 3.0, 1.9)]
+    results = {"general": run(0.0, 2.0, 2.0, 2.0, 4.0), "adapter": [{"learning_rate": 1.0, "error": "not finite"}]}
+    results["whole"] = [run(1e-4, 2.5, 2.75, 2.0, 4.0), run(3e-4, 3.0, 3.0, 1.97, 3.9), run(1e-3, 3.5, 4.0, 1.9, 3.0)]
+    # A kind without a drafter is not compared.
     assert summarise(results) == {}
-    results["adapter"].append(run(1e-3, 2.8, 2.9, 1.99))
+    results["adapter"] += [run(1e-3, 2.8, 2.9, 1.99, 3.98), run(3e-3, 3.2, 3.3, 1.5, 5.0)]
     summary = summarise(results)
-    assert summary["share_of_gain"] == pytest.approx(0.9) and summary["whole"]["learning_rate"] == 3e-4
+    assert summary["adapter"]["learning_rate"] == 1e-3 and summary["whole"]["learning_rate"] == 3e-4
+    assert summary["share_of_gain"] == pytest.approx(0.9)
+    assert summary["share_of_largest_gain"] == pytest.approx(0.45)
     assert summary["adapter"]["change_on_general"] == pytest.approx(-0.005)
-    results["whole"] = [run(1e-4, 2.0, 2.0, 2.0)]
+    assert summary["whole"]["largest"]["change_on_general"] == pytest.approx(-0.25)
+    assert summary["adapter"]["keeps_general"] and summary["whole"]["keeps_general"]
+    # Where no rate keeps enough, the best on code is taken, and that is said.
+    results["whole"] = [run(1e-4, 2.2, 2.3, 1.8, 4.0), run(3e-4, 2.5, 2.5, 1.7, 4.0)]
+    summary = summarise(results)
+    assert summary["whole"]["learning_rate"] == 3e-4 and not summary["whole"]["keeps_general"]
+    results["whole"] = [run(1e-4, 2.0, 2.0, 2.0, 4.0)]
     assert summarise(results)["share_of_gain"] is None

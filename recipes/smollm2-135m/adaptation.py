@@ -5,8 +5,9 @@
 
 `general` and `general_eval` hold chats that the target answered. The target answers code prompts (code_prompts.py)
 itself. Acceptance lengths are those of the teacher-forced walk over the target's greedy answers: what greedy decoding
-commits. Learning rates are chosen on conditions that are neither trained nor tested on; the two kinds of training take
-turns, and `adaptation.json` is written after each run, so that a study that is cut short still compares them.
+commits. Learning rates are chosen on code prompts and general chats that are neither trained nor tested on: the best
+on code of those that keep 98% of the acceptance length on general chats. The two kinds of training take turns, and
+`adaptation.json` is written after each run, so that a study that is cut short still compares them.
 """
 
 import gc
@@ -24,6 +25,7 @@ from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainerCallback,
@@ -51,10 +53,12 @@ class AdaptationArguments:
     general_eval: str = field(metadata={"help": "Other chats that it answered greedily, to measure on."})
     output_dir: str = field(default="outputs/adaptation", metadata={"help": "Folder of drafters and results."})
     general_drafter: str | None = field(
-        default=None, metadata={"help": "Drafter of an earlier call to adapt, in place of a new one of general."}
+        default=None, metadata={"help": "Drafter to adapt, in place of a new one of general; it sets the shape."}
     )
     num_general: int = field(default=6000, metadata={"help": "Chats of general."})
-    num_general_eval: int = field(default=200, metadata={"help": "Chats of general_eval."})
+    num_general_eval: int = field(
+        default=250, metadata={"help": "Chats of general_eval: half to choose rates on, half to test."}
+    )
     num_prompts: int | None = field(default=None, metadata={"help": "Code prompts of each split; all if unset."})
     replay: int = field(default=900, metadata={"help": "General chats among the code answers."})
     max_new_tokens: int = field(default=192, metadata={"help": "Tokens of a code answer."})
@@ -116,13 +120,7 @@ class Study:
         self.tokenizer = AutoTokenizer.from_pretrained(arguments.target)
         dtype = torch.bfloat16 if arguments.bf16 else torch.float32
         model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=dtype).to(device).eval()
-        self.config = DFlashDraftConfig.from_target_config(
-            model.config,
-            num_hidden_layers=arguments.num_layers,
-            num_taps=arguments.num_taps,
-            block_size=arguments.block_size,
-            mask_token_id=arguments.mask_token_id,
-        )
+        self.config = drafter_config(arguments, model.config)
         general = read_completions(arguments.general)
         self.general = self.documents(general[: arguments.num_general], model)
         replay = (
@@ -134,8 +132,10 @@ class Study:
         code = {split: self.documents(list(islice(answers, len(part))), model) for split, part in texts.items()}
         self.adaptation = [*code["train"], *replay]
         evaluation = read_completions(arguments.general_eval)[: arguments.num_general_eval]
+        middle = len(evaluation) // 2
         self.evaluations = {
-            "general": self.documents(evaluation, model),
+            "general_validation": self.documents(evaluation[:middle], model),
+            "general_test": self.documents(evaluation[middle:], model),
             "code_validation": code["validation"],
             "code_test": code["test"],
         }
@@ -246,6 +246,19 @@ class StopAfter(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if time.perf_counter() > self.end:
             control.should_training_stop = True
+
+
+def drafter_config(arguments: AdaptationArguments, target: PreTrainedConfig) -> DFlashDraftConfig:
+    """That of the drafter which is there already, else of a new one."""
+    if arguments.general_drafter:
+        return DFlashDraftConfig.from_pretrained(arguments.general_drafter)
+    return DFlashDraftConfig.from_target_config(
+        target,
+        num_hidden_layers=arguments.num_layers,
+        num_taps=arguments.num_taps,
+        block_size=arguments.block_size,
+        mask_token_id=arguments.mask_token_id,
+    )
 
 
 def prompts(arguments: AdaptationArguments, split: str) -> list[str]:
