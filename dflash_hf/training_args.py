@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from .runs.record import CHANGES
 from .runs.remote_store import check_address
 from .target.feature_transfer import FEATURE_COPIES
 from .target.topology import LAYOUTS, check_world_size
-from .training.argument_checks import check_values
+from .training.argument_checks import check_values, refuse_options
 from .training.objectives import OBJECTIVES
 
 
@@ -198,65 +197,11 @@ class DFlashTrainingArguments(TrainingArguments):
         if self.device.type == "cpu":
             # Pinned memory speeds up copies to an accelerator; without one, torch warns at every dataloader.
             self.dataloader_pin_memory = False
-        if self.remove_unused_columns:
-            raise ValueError(
-                "remove_unused_columns=True would drop every column before the collator, since the drafter's forward "
-                "takes hidden states, not token ids. Leave it False."
-            )
-        for name in ("num_anchors", "row_length", "max_anchors_per_row", "max_length", "loss_chunk_blocks"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1.")
-        for name in ("prefetch_depth", "measure_alone_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be 0 or more.")
-        for name, choices in (("target_layout", LAYOUTS), ("feature_copies", FEATURE_COPIES)):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(choices)}.")
         check_values(self)
+        refuse_options(self)
         check_world_size(self.world_size)
-        for name in ("bf16_full_eval", "fp16_full_eval"):
-            if getattr(self, name):
-                raise ValueError(
-                    f"{name}=True casts the drafter itself, so that a later training step would have no fp32 masters. "
-                    "Leave it False; with bf16=True evaluation runs under autocast already."
-                )
-        if isinstance(self.target_model_init_kwargs, dict) and "token" in self.target_model_init_kwargs:
-            raise ValueError(
-                "target_model_init_kwargs holds a token, which would be written into every checkpoint with the "
-                "arguments. Set the environment variable HF_TOKEN, or log in with `hf auth login`."
-            )
-        if self.max_nonfinite_steps < 1:
-            raise ValueError(f"max_nonfinite_steps={self.max_nonfinite_steps} must be at least 1.")
-        unknown = sorted(set(self.allow_resume_changes or []) - set(CHANGES))
-        if unknown:
-            raise ValueError(f"allow_resume_changes names {unknown}; what may differ is one of {list(CHANGES)}.")
         if self.remote_checkpoint_dir is not None:
             check_address(self.remote_checkpoint_dir)
-        if self.enable_jit_checkpoint:
-            raise ValueError(
-                "enable_jit_checkpoint=True would write a checkpoint in place, where a kill leaves half of it. Leave "
-                "it False: DFlashTrainer ends a run at SIGTERM and SIGINT with a checkpoint of its own."
-            )
-        if self.fp16 and self.device.type == "cpu":
-            raise ValueError("fp16=True needs an accelerator; on a CPU leave it out, or set bf16=True.")
-        if self.neftune_noise_alpha is not None:
-            raise ValueError(
-                f"neftune_noise_alpha={self.neftune_noise_alpha} is noise on token embeddings, which are the target's "
-                "here. Leave it out; context_noise is the noise on the target's hidden states."
-            )
-        if self.train_sampling_strategy != "random":
-            raise ValueError(
-                f"train_sampling_strategy={self.train_sampling_strategy!r} has no effect: rows are packed, and "
-                "shuffled from the seed and the epoch alone. Leave it out."
-            )
-        if self.label_smoothing_factor:
-            raise ValueError(
-                f"label_smoothing_factor={self.label_smoothing_factor} has no effect on a drafter's objective, which "
-                "follows the target's own tokens. Leave it 0."
-            )
-        if not 0 <= self.context_noise < float("inf"):
-            raise ValueError(f"context_noise={self.context_noise} must be 0 or a positive half-width, such as 0.05.")
 
     def __getstate__(self) -> dict[str, Any]:
         # Every checkpoint holds a pickle of the arguments, which must not hold a token.

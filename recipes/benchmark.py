@@ -38,11 +38,10 @@ from benchmark_report import describe, profile_table, quantity, table
 from benchmark_shapes import (
     Case,
     Shape,
-    drafter_work,
     make_batch,
     make_drafter,
     make_head,
-    target_work,
+    step_operations,
     uneven_lengths,
 )
 from benchmark_timing import Side, measure, num_bytes, profile
@@ -56,7 +55,7 @@ from benchmark_variants import (
 
 from dflash_hf import DFlashDraftModel, FrozenTarget
 from dflash_hf.cli import parse_config
-from dflash_hf.runs.planning import product_rate
+from dflash_hf.runs.operations import product_rate
 from dflash_hf.target.head import FrozenHead
 from dflash_hf.training.losses import Objective, make_objective
 
@@ -189,7 +188,7 @@ class Benchmark:
         first = self.variants[0]
         name = drafter_name(first)
         ours = self.drafter_step(make_variant(drafter, first), head, case, first)
-        work = drafter_work(drafter, case.num_tokens, case.num_anchors)
+        work = step_operations(drafter, ours.batch).drafter
         check = self.checked(case, ours, name)
         sides, compared = [ours.side(name)], {}
         for peer_name in words(self.args.peers):
@@ -254,11 +253,12 @@ class Benchmark:
     def target_parts(self) -> None:
         """Time the target, the transfer and the whole step, for all cases, with one target."""
         target, twin = make_targets(self.shape, self.target_device, self.dtype)
-        config = make_drafter(self.shape, torch.device("meta"), self.args.full_attention).config
+        drafter = make_drafter(self.shape, torch.device("meta"), self.args.full_attention)
         for case in self.cases:
-            batch, context = self.inputs(case, config)
+            batch, context = self.inputs(case, drafter.config)
             if "target" in self.parts:
-                self.target_part(case, target, twin, batch)
+                work = step_operations(drafter, batch, target.layers).target
+                self.target_part(case, target, twin, batch, work)
             if "transfer" in self.parts:
                 side = transfer_side(context, self.target_device, self.device)
                 result = self.measure([side])["transfer"]
@@ -272,13 +272,15 @@ class Benchmark:
                     torch.compiler.reset()
                 first, optimizer = self.variants[0], (self.optimizers or ["adamw"])[0]
                 step = self.drafter_step(make_variant(drafter, first), head, case, first, optimizer)
-                work = drafter_work(drafter, case.num_tokens, case.num_anchors)
-                work += target_work(target.layers, case.num_tokens)
-                self.add(case, "step", self.measure([step_side(target, step)])["step"], work)
+                work = step_operations(drafter, step.batch, target.layers)
+                measured = self.measure([step_side(target, step)])["step"]
+                self.add(case, "step", measured, work.target + work.drafter)
 
-    def target_part(self, case: Case, target: FrozenTarget, twin: FrozenTarget | None, batch: dict[str, Any]) -> None:
+    def target_part(
+        self, case: Case, target: FrozenTarget, twin: FrozenTarget | None, batch: dict[str, Any], work: float
+    ) -> None:
         """Time the target's forward, in turns with its twin where there is one."""
-        lengths, work = batch["document_lengths"], target_work(target.layers, case.num_tokens)
+        lengths = batch["document_lengths"]
         if twin is None:
             result = self.measure([target_side(target, batch["input_ids"], lengths)], self.target_device)
             self.add(case, "target", result["target"], work)

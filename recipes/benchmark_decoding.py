@@ -9,7 +9,8 @@ A round drafts a block, verifies it and keeps what is committed. Random drafters
 made to commit 1 to b tokens in turn, whatever the tokens are: costs do not depend on them. The forwards are those of
 the target alone, of one token and of one block after the same prompt, with its cache. Snapshot and rollback copy the
 states of a hybrid target's recurrent layers; a verification makes both where it needs them. Times are means over
-rounds.
+rounds, after as many untimed ones as it takes to meet every number of tokens: on a GPU each one's first kernels are
+loaded or compiled then. The JSON file holds each round's seconds.
 """
 
 import copy
@@ -45,6 +46,10 @@ PARTS = {
     "snapshot": "snapshot",
     "rollback": "rollback",
 }
+
+
+# The tokens that wait in front of a verification depend on several rounds before it.
+WARM_UP_CYCLES = 2
 
 
 @dataclass
@@ -148,9 +153,11 @@ def measure(target: PreTrainedModel, drafter: DFlashDraftModel, prompt_length: i
     )
     with DecodingState(target, drafter) as state:
         state.prefill(prompt)
-        for index in range(-4, num_rounds):
+        for index in range(-WARM_UP_CYCLES * block_size, num_rounds):
             row = {}
-            for name, tokens in (("token", block[:, :1]), ("forward", block)):
+            # Alone they always have the same two shapes, which few rounds warm up.
+            alone = (("token", block[:, :1]), ("forward", block)) if index >= -4 else ()
+            for name, tokens in alone:
                 copied = copy.deepcopy(cache)
                 row[name], _ = clock(partial(target, tokens, cache=copied, use_cache=True))
             states = recurrent_states(state.target_cache)
@@ -164,7 +171,8 @@ def measure(target: PreTrainedModel, drafter: DFlashDraftModel, prompt_length: i
     # Means over rounds that commit more and less: their costs differ, and a median would hide the dear ones.
     means = {name: statistics.mean(_without_outliers(values)) for name, values in seconds.items()}
     means["round"] = means["draft"] + means["verify"] + means["commit"]
-    return {"prompt_length": prompt_length} | means | {"ratio": means["round"] / means["forward"]}
+    ratio = means["round"] / means["forward"]
+    return {"prompt_length": prompt_length} | means | {"ratio": ratio, "seconds_of_each_round": seconds}
 
 
 def recurrent_states(cache: Cache) -> list[torch.Tensor]:

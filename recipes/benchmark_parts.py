@@ -54,7 +54,6 @@ class DrafterStep:
         self.batch, self.context, self.context_noise = batch, context, context_noise
         self.mixed_precision = mixed_precision
         self.dtype = torch.bfloat16 if mixed_precision else torch.float32
-        self.compiled = compiled
         if compiled:
             compile_layers(drafter)
         self.model: Any = drafter

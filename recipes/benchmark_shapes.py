@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3_5TextConfig, Qwen3Config
 
 from dflash_hf import DataCollatorForDFlash, DFlashDraftConfig, DFlashDraftModel
+from dflash_hf.runs.operations import Operations, batch_operations
 from dflash_hf.target.head import FrozenHead
 
 
@@ -239,22 +240,10 @@ def uneven_lengths(num_tokens: int, num_documents: int, seed: int = 0) -> list[i
     return [stop - start for start, stop in pairwise(borders)]
 
 
-def drafter_work(drafter: DFlashDraftModel, num_tokens: int, num_anchors: int) -> float:
-    """Useful floating-point operations of the drafter's forward and backward; attention scores are not counted.
-
-    6 for each parameter of the layers and each drafted slot, 6 for each parameter of `fc` and of the layers' keys and
-    values and each context token, 4 for each parameter of the frozen head and each slot.
-    """
+def step_operations(
+    drafter: DFlashDraftModel, batch: dict[str, Any], target_layers: torch.nn.ModuleList | None = None
+) -> Operations:
+    """Operations of a step on a batch; the target's where its layers are given."""
     config: Any = drafter.config
-    slots = num_anchors * config.block_size
-    layers = sum(p.numel() for p in drafter.layers.parameters())
-    on_context = sum(
-        p.numel() for n, p in drafter.named_parameters() if "k_proj" in n or "v_proj" in n or n[:3] == "fc."
-    )
-    head = config.vocab_size * config.hidden_size
-    return 6.0 * layers * slots + 6.0 * on_context * num_tokens + 4.0 * head * slots
-
-
-def target_work(target_layers: torch.nn.ModuleList, num_tokens: int) -> float:
-    """Useful floating-point operations of the target's forward: 2 for each parameter of its layers and each token."""
-    return 2.0 * sum(p.numel() for p in target_layers.parameters()) * num_tokens
+    weights = sum(p.numel() for p in target_layers.parameters()) if target_layers is not None else 0
+    return batch_operations(drafter, config.vocab_size * config.hidden_size, batch, target_weights=weights)

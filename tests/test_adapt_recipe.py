@@ -27,7 +27,7 @@ WORDS = ("red", "green", "blue", "white", "black", "brown", "pink", "grey")
 
 def readme_commands() -> list[list[str]]:
     section = re.search(
-        r"## Adapt a drafter to your traffic\n(.*?)\n## ", (ROOT / "README.md").read_text(), re.DOTALL
+        r"## Adapt a drafter to your traffic\n(.*?)\n## ", (ROOT / "recipes/README.md").read_text(), re.DOTALL
     )[1]
     block = re.search(r"```bash\n(.*?)```", section, re.DOTALL)[1]
     return [shlex.split(line) for line in block.splitlines()]

@@ -307,7 +307,7 @@ class TestDamage:
         source(tmp_path, a__jsonl=lines([chat("a", "b")]))
         tokenize(tmp_path)
         source(tmp_path, b__jsonl=lines([chat("c", "d")]))
-        monkeypatch.setattr("dflash_hf.data.tokenize_job._run", lambda *args: 1 / 0)
+        monkeypatch.setattr("dflash_hf.data.tokenize_job.work_on", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             tokenize(tmp_path)
         with pytest.raises(ValueError, match=r"has not ended\. Start the same command again"):

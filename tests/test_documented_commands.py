@@ -15,10 +15,13 @@ from transformers import HfArgumentParser, Qwen3Config
 from dflash_hf import DFlashTrainingArguments
 from dflash_hf.cli import ConfigArgumentParser, parse_config
 from dflash_hf.validation import command
+from dflash_hf.validation.checkpoint import Checkpoint
+from dflash_hf.validation.validate import serving_commands
+from dflash_hf.yaml_mapping import load_yaml_mapping
 
 
 ROOT = Path(__file__).resolve().parents[1]
-READMES = [ROOT / "README.md", *sorted((ROOT / "recipes").glob("*/README.md"))]
+READMES = [ROOT / "README.md", *sorted((ROOT / "recipes").rglob("README.md"))]
 ON_CPU = ["--use_cpu", "true"]
 
 
@@ -92,9 +95,31 @@ def test_a_wrong_command_is_not_understood(line, stopped):
         start(shlex.split(line), stopped)
 
 
-def test_all_other_commands_are_make_and_pip():
+def test_all_other_commands_are_make_pip_and_a_server():
     others = [line.split()[0] for line in documented_commands() if line not in PROGRAMS]
-    assert set(others) <= {"make", "pip"} and len(PROGRAMS) > 25
+    assert set(others) == {"make", "pip", "vllm"} and len(PROGRAMS) > 25
+
+
+def test_the_served_drafter_is_the_trained_one_and_its_command_what_validate_prints():
+    """The commands of README's first block follow from each other."""
+    train, serve = (
+        next(line for line in documented_commands() if word in line) for word in ("qwen3-4b/config.yaml", "vllm ")
+    )
+    config = load_yaml_mapping(ROOT / shlex.split(train)[shlex.split(train).index("--config") + 1])[0]
+    drafter = Checkpoint(
+        config["output_dir"], config={"block_size": config["block_size"]}, base_model=config["target"]
+    )
+    assert shlex.split(serve) == shlex.split(serving_commands(drafter)["vLLM"].replace("\\\n", ""))
+
+
+def test_a_newcomer_finds_each_kind_of_command_in_the_first_screen():
+    screen = "".join((ROOT / "README.md").read_text().splitlines(keepends=True)[:45])
+    first, second = re.findall(r"^```bash\n(.*?)^```", screen, flags=re.DOTALL | re.MULTILINE)
+    assert "pip install" in first and "make demo" in first
+    train, go_on, serve = second.splitlines()
+    assert "train_qwen36.py" in train and "--drafter" not in train
+    assert "train_qwen36.py" in go_on and "--drafter" in go_on
+    assert serve.startswith("vllm serve ")
 
 
 def test_the_recipe_of_a_dense_target_makes_the_published_drafters_shape(monkeypatch):

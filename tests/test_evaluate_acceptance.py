@@ -249,7 +249,7 @@ def test_names_do_not_break_the_tables():
 
 
 def test_the_readme_commands_are_understood(run):
-    text = (RECIPE.parents[1] / "README.md").read_text().replace("\\\n", " ")
+    text = (RECIPE.parent / "README.md").read_text().replace("\\\n", " ")
     commands = [
         line.split()[2:] for line in text.splitlines() if line.startswith("python recipes/evaluate_acceptance")
     ]

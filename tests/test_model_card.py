@@ -17,13 +17,14 @@ from huggingface_hub.repocard_data import model_index_to_eval_results
 from tiny import MASK_TOKEN_ID, byte_tokenizer, llama_target
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainingArguments
-from dflash_hf.cli import load_yaml_mapping
 from dflash_hf.publishing.card_results import read_results
-from dflash_hf.publishing.model_card import CardOptions, model_card, python_example
+from dflash_hf.publishing.card_sections import python_example
+from dflash_hf.publishing.model_card import CardOptions, model_card
 from dflash_hf.publishing.training_facts import RECIPE_ARGUMENTS, _supervised_tokens, differing_arguments, hub_id
 from dflash_hf.validation.checkpoint import Checkpoint
 from dflash_hf.validation.reading import read_folder
 from dflash_hf.validation.validate import serving_commands
+from dflash_hf.yaml_mapping import load_yaml_mapping
 
 
 ROOT = Path(__file__).parents[1]

@@ -69,7 +69,7 @@ def test_a_preflight_on_a_full_disk_says_so_and_frees_what_it_wrote(run, monkeyp
         (run_dir / "half").write_bytes(b"0" * 100)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("dflash_hf.trainer.write_checkpoint", full)
+    monkeypatch.setattr("dflash_hf.runs.lifecycle.write_checkpoint", full)
     with pytest.raises(RuntimeError, match=r"Preflight failed at: three steps.*No space left.*output_dir on a larger"):
         run("--preflight", "true")
     assert not [*(tmp_path / "output").iterdir()]

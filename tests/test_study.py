@@ -162,10 +162,8 @@ def test_all_runs_of_the_table_are_made_and_have_a_reason():
     assert all(run.reason for run in runs)
     # Equal time: as many blocks a step in all runs with one document a row.
     assert {run.rows * run.num_anchors for run in runs if not run.packed} == {32 * 128}
-    assert [(run.steps, run.objective) for run in runs if run.name.startswith("reference")] == [
-        (1024, "cross_entropy"),
-        (1010, "dpace"),
-    ]
+    references = [(run.steps, run.objective) for run in runs if run.name.startswith("reference")]
+    assert set(references) == {(1024, "cross_entropy"), (1010, "dpace")}
 
 
 @pytest.fixture(scope="module")

@@ -316,7 +316,7 @@ GRAPHS = ("_delta_inputs", "_delta_outputs", "_attention_inputs", "_attention_ou
 
 def test_a_slow_target_is_refused_on_a_gpu_before_it_is_loaded(tmp_path, monkeypatch):
     hybrid_target().save_pretrained(tmp_path / "hybrid")
-    monkeypatch.setattr(target, "load_model", lambda *args: pytest.fail("the weights were loaded"))
+    monkeypatch.setattr(loading, "load_model", lambda *args: pytest.fail("the weights were loaded"))
     with pytest.raises(
         ValueError, match=r"6 of the target's 8 layers.*pip install 'flash-linear-attention>=0.6'.*slow_target"
     ):

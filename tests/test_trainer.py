@@ -157,7 +157,7 @@ def test_t8_accumulation_logs_the_same_metrics(target, tmp_path):
         assert logged(four, name) == pytest.approx(logged(one, name), rel=1e-5)
     assert all(1.0 <= value <= BLOCK_SIZE for value in logged(one, "acceptance_length"))
     # Logs of the second half hold nothing of the first.
-    assert one._train_sums.values.abs().sum() == 0
+    assert one._trained.blocks.values.abs().sum() == 0
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])

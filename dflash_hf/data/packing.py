@@ -202,11 +202,6 @@ class PackedDataset(torch.utils.data.Dataset):
         """What each document's `source` says it comes from, "other" where it says nothing; None where none does."""
         return document_sources(self._with_sources)
 
-    @property
-    def fill_rate(self) -> float:
-        """The share of the rows' tokens that belong to documents."""
-        return self.num_tokens / (len(self) * self.row_length)
-
     def __getitem__(self, index: int | tuple[int, int]) -> dict[str, Any]:
         epoch, row = index if isinstance(index, tuple) else (0, index)
         if not 0 <= row < len(self):

@@ -7,49 +7,25 @@ A run that was stopped at any point, started again, goes on at the first unfinis
 import dataclasses
 import json
 import logging
-import multiprocessing
 import os
-import sys
-import threading
-import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from .manifest import MANIFEST_NAME, SETTINGS_NAME, tokenizer_hash, tokenizer_identity
 from .shards import OutputError, ShardWriter, read_record
 from .sources import SourceError, SourceFile, explained, list_files, open_filesystem
-from .tokenizing import FileTokenizer, TokenizeOptions, write_with_retries
+from .tokenize_workers import Job, bar_of_files, work_on
+from .tokenizing import TokenizeOptions
 
 
 logger = logging.getLogger(__name__)
 
 SUMMED = ("rows", "tokens", "supervised_tokens", "truncated", "repeated_tokens")
 COUNTED = ("documents", "dropped", "lengths", "template_texts")
-
-
-@dataclass(frozen=True)
-class Job:
-    """All that a process needs to work on one file after another."""
-
-    address: str
-    output: str
-    tokenizer: PreTrainedTokenizerBase
-    options: TokenizeOptions
-    storage_options: dict[str, Any]
-    output_storage_options: dict[str, Any]
-    retries: int = 3
-    retry_wait: float = 1.0
-
-    def writer(self) -> ShardWriter:
-        fs, root = open_filesystem(self.output, self.output_storage_options)
-        return ShardWriter(fs, root.rstrip("/"))
 
 
 def tokenize_files(
@@ -89,23 +65,11 @@ def tokenize_files(
     """
     options = options or TokenizeOptions()
     options.chat_format(tokenizer)
-    if "strftime_now" in str(tokenizer.chat_template) and not options.template_kwargs:
-        logger.warning(
-            "The chat template writes today's date where it is not given one, so a run that goes on tomorrow would "
-            "write another: pass the template's variable, such as template_kwargs={'date_string': '26 Jul 2024'}."
-        )
+    _warn_of_dates(tokenizer, options)
     if output_storage_options is None:
         output_storage_options = storage_options
-    job = Job(
-        os.fspath(address),
-        os.fspath(output),
-        tokenizer,
-        options,
-        dict(storage_options or {}),
-        dict(output_storage_options or {}),
-        retries,
-        retry_wait,
-    )
+    storage = dict(storage_options or {}), dict(output_storage_options or {})
+    job = Job(os.fspath(address), os.fspath(output), tokenizer, options, *storage, retries, retry_wait)
     writer = job.writer()
     _check_apart(job, writer)
     files = list_files(address, storage_options)
@@ -118,8 +82,8 @@ def tokenize_files(
     if todo:
         # Until the run ends, what an earlier one said of the folder does not hold.
         writer.remove(MANIFEST_NAME)
-    with _progress(files, todo, disable_tqdm) as progress:
-        for file, result in _run(job, todo, min(num_proc, len(todo)), progress):
+    with bar_of_files(files, todo, disable_tqdm) as progress:
+        for file, result in work_on(job, todo, min(num_proc, len(todo)), progress):
             if isinstance(result, SourceError):
                 failed[file.name] = str(result)
             else:
@@ -129,6 +93,14 @@ def tokenize_files(
     manifest = _manifest(settings, [records[file.name] for file in files if file.name in records], failed)
     writer.write_json(MANIFEST_NAME, manifest)
     return manifest
+
+
+def _warn_of_dates(tokenizer: PreTrainedTokenizerBase, options: TokenizeOptions) -> None:
+    if "strftime_now" in str(tokenizer.chat_template) and not options.template_kwargs:
+        logger.warning(
+            "The chat template writes today's date where it is not given one, so a run that goes on tomorrow would "
+            "write another: pass the template's variable, such as template_kwargs={'date_string': '26 Jul 2024'}."
+        )
 
 
 def _check_apart(job: Job, writer: ShardWriter) -> None:
@@ -204,105 +176,6 @@ def _manifest(settings: dict[str, Any], records: list[dict[str, Any]], failed: d
         numeric = name == "lengths"
         totals[name] = dict(sorted(counter.items(), key=lambda item: int(item[0]) if numeric else item[0]))
     return {**settings, "complete": not failed, "failed": dict(sorted(failed.items())), **totals, "files": records}
-
-
-class _Progress:
-    """A bar of bytes with files, tokens per second and time left."""
-
-    def __init__(self, bar: tqdm, num_files: int):
-        self.bar, self.num_files, self.finished, self.tokens = bar, num_files, 0, 0
-        self.start = time.monotonic()
-
-    def update(self, num_bytes: int, num_tokens: int) -> None:
-        self.tokens += num_tokens
-        rate = self.tokens / max(time.monotonic() - self.start, 1e-9)
-        self.bar.set_postfix_str(f"{self.finished}/{self.num_files} files, {rate:,.0f} tokens/s", refresh=False)
-        self.bar.update(num_bytes)
-
-    def finish_file(self) -> None:
-        self.finished += 1
-        self.update(0, 0)
-
-
-@contextmanager
-def _progress(files: list[SourceFile], todo: list[SourceFile], disable: bool) -> Iterator[_Progress]:
-    total = sum(file.size for file in todo)
-    with tqdm(total=total, desc="Tokenizing", unit="B", unit_scale=True, disable=disable) as bar:
-        if len(todo) < len(files):
-            bar.write(f"{len(files) - len(todo)} of {len(files)} files are finished already.", file=sys.stderr)
-        yield _Progress(bar, len(todo))
-
-
-def _run(
-    job: Job, files: list[SourceFile], num_proc: int, progress: _Progress
-) -> Iterator[tuple[SourceFile, dict[str, Any] | SourceError]]:
-    """Each file with its record, or with the error that kept it from being read, in the order they end."""
-    if num_proc <= 1:
-        tokenizer = FileTokenizer(job.tokenizer, job.options, progress.update)
-        fs, _ = open_filesystem(job.address, job.storage_options)
-        for file in files:
-            yield file, _one_file(job, tokenizer, fs, file)
-        return
-    # Forked processes start at once and share the tokenizer; where forking is unsafe they import all anew.
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    counters = context.Array("q", 2)
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    # The processes share out the cores; threads of the tokenizer within each would fight for them.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    pool = ProcessPoolExecutor(num_proc, context, _start_worker, (job, counters, os.getpid()))
-    try:
-        yield from _collect({pool.submit(_work, file): file for file in files}, counters, progress)
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-        if before is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        else:
-            os.environ["TOKENIZERS_PARALLELISM"] = before
-
-
-def _collect(
-    pending: dict[Future, SourceFile], counters: Any, progress: _Progress
-) -> Iterator[tuple[SourceFile, dict[str, Any] | SourceError]]:
-    seen = [0, 0]
-    while pending:
-        done, _ = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
-        now = list(counters)
-        progress.update(now[0] - seen[0], now[1] - seen[1])
-        seen = now
-        for future in done:
-            yield pending.pop(future), future.result()
-
-
-_worker: dict[str, Any] = {}
-
-
-def _start_worker(job: Job, counters: Any, parent: int) -> None:
-    def add(num_bytes: int, num_tokens: int) -> None:
-        with counters.get_lock():
-            counters[0] += num_bytes
-            counters[1] += num_tokens
-
-    # A killed parent tells nobody: without this its workers would wait for work for ever.
-    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
-    fs, _ = open_filesystem(job.address, job.storage_options)
-    _worker.update(job=job, tokenizer=FileTokenizer(job.tokenizer, job.options, add), fs=fs)
-
-
-def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.1)
-    os._exit(1)
-
-
-def _work(file: SourceFile) -> dict[str, Any] | SourceError:
-    return _one_file(_worker["job"], _worker["tokenizer"], _worker["fs"], file)
-
-
-def _one_file(job: Job, tokenizer: FileTokenizer, fs: Any, file: SourceFile) -> dict[str, Any] | SourceError:
-    try:
-        return write_with_retries(tokenizer, fs, file, job.writer(), job.retries, job.retry_wait)
-    except SourceError as error:
-        return error
 
 
 __all__ = ["OutputError", "tokenize_files"]

@@ -3,10 +3,12 @@
 
 In reading order:
 
-- before: `planning` (devices, memory, hours), `preflight` (every part once, on the machine itself), `launching`;
+- before: `operations` (how much work a step is), `model_shapes` (and memory), `planning` (devices, steps, hours),
+  `preflight` (every part once, on the machine itself), `launching`;
 - during: `guards` (steps that are not finite, losses that cannot fall), `host_copies`, `interrupts`, `profiling`;
 - its checkpoints: `checkpointing` (complete or absent), `remote_store` (at an fsspec address), `remote_checkpoints`
   (mirrored while training goes on);
+- `lifecycle`: what is done before its first step, at a checkpoint and after its last step;
 - going on: `record` (what a run is made of), `resuming` (from which checkpoint, and whether it is the same run),
   `resumed_state`.
 

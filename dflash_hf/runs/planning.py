@@ -1,32 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run will need, from configurations and documents alone: devices, memory, tokens, steps and hours.
-
-Useful work is counted as 2 operations per weight and token for the target; for the drafter 6 per layer weight and
-slot, 6 per `fc`, key and value weight and context token, and 4 per head weight and slot (6 where an objective needs
-the target's logits too).
-"""
+"""What a run will need, from configurations and documents alone: devices, memory, tokens, steps and hours."""
 
 import math
-import statistics
 from dataclasses import asdict, dataclass
-from itertools import pairwise
-from time import perf_counter
 from typing import Any
 
 import numpy as np
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from ..configuration_dflash import DFlashDraftConfig
 from ..data.anchors import num_valid_anchors
 from ..data.document_checks import check_documents, check_token_ids
 from ..data.packing import Documents, PackedDataset
-from ..modeling_dflash import DFlashDraftModel
 from ..target.checks import check_fits
 from ..target.topology import Placement
 from ..training.batches import ANCHOR_BUCKET
-from ..training.objectives import compares_distributions
 from ..training_args import DFlashTrainingArguments
+from .model_shapes import DrafterShape, TargetShape
+from .operations import product_rate
 
 
 # Shares of a bf16 matrix product's rate that each half reaches on an H200 (`recipes/qwen3.6-27b/README.md`).
@@ -36,8 +27,6 @@ DRAFTER_EFFICIENCY = 0.74
 ASSUMED_RATE = 780e12
 # What an estimate of memory may be wrong by.
 ESTIMATE_MARGIN = 0.15
-# Logits of one chunk of the loss, in fp32 with their gradient and softmax.
-CHUNK_BYTES = 3 * 4 * 2**27
 GIGABYTE = 1e9
 
 
@@ -124,17 +113,18 @@ def make_plan(
     per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
     world_size = args.world_size if world_size is None else world_size
     steps = math.ceil(len(rows) / (per_step * world_size))
-    anchors, slots = _anchors(rows, args, on_gpu=placements[0].drafter.type != "cpu")
+    anchors, blocks = _anchors(rows, args, on_gpu=placements[0].drafter.type != "cpu")
     shared = placements[0].drafter == placements[0].target[0]
-    target = _TargetShape(text_config, drafter_config.target_layer_ids or [], args)
-    drafter = _DrafterShape(drafter_config, rows.num_tokens / len(rows), slots, compares_distributions(args.objective))
+    target = TargetShape(text_config, drafter_config.target_layer_ids or [], args)
+    drafter = DrafterShape(drafter_config, rows.num_tokens / len(rows), blocks, args)
     is_measured = args.device.type == "cuda"
     rate = product_rate(args.device) if is_measured else ASSUMED_RATE
-    halves = (
-        per_step * 2 * target.read_parameters * drafter.tokens / (rate * TARGET_EFFICIENCY),
-        per_step * drafter.operations / (rate * DRAFTER_EFFICIENCY),
-    )
-    step_seconds = sum(halves) if shared or args.prefetch_depth == 0 else max(halves)
+    # Blocks that only fill up a row are drafted, but not compared with anything.
+    work = drafter.operations(anchors, target.read_parameters)
+    target_seconds = per_step * work.target / (rate * TARGET_EFFICIENCY)
+    drafter_seconds = per_step * work.drafter / (rate * DRAFTER_EFFICIENCY)
+    in_turn = shared or args.prefetch_depth == 0
+    step_seconds = (sum if in_turn else max)((target_seconds, drafter_seconds))
     return Plan(
         layout=placements[0].layout,
         devices={str(i): [*map(str, p.target), str(p.drafter)] for i, p in enumerate(placements)},
@@ -147,12 +137,12 @@ def make_plan(
         total_steps=args.max_steps if args.max_steps > 0 else math.ceil(steps * args.num_train_epochs),
         target_parameters=target.parameters,
         drafter_parameters=drafter.parameters,
-        target_bytes=(target.weight_bytes + target.working_bytes) / len(placements[0].target),
-        drafter_bytes=drafter.weight_bytes + drafter.activation_bytes(args) + (0 if shared else drafter.head_bytes),
+        target_bytes=target.bytes / len(placements[0].target),
+        drafter_bytes=drafter.bytes(beside_target=shared),
         rate=rate,
         rate_is_measured=is_measured,
-        target_seconds=halves[0],
-        drafter_seconds=halves[1],
+        target_seconds=target_seconds,
+        drafter_seconds=drafter_seconds,
         step_seconds=step_seconds,
         hours_per_epoch=steps * step_seconds / 3600,
     )
@@ -194,96 +184,6 @@ def check_memory(plan: Plan, total_bytes: int, num_visible: int) -> None:
     )
 
 
-def product_rate(device: torch.device) -> float:
-    """Operations per second of a square matrix product: bf16 of 8192 on CUDA, fp32 of 512 elsewhere."""
-    cuda = device.type == "cuda"
-    size, dtype = (8192, torch.bfloat16) if cuda else (512, torch.float32)
-    # Random, since a product of zeros draws less power and runs faster.
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    out, ends = torch.empty_like(a), []
-    for _ in range(7):
-        for _ in range(10):
-            torch.mm(a, b, out=out)
-        if cuda:
-            torch.cuda.synchronize(device)
-        ends.append(perf_counter())
-    # The first round warms up.
-    return 10 * 2 * size**3 / statistics.median(end - start for start, end in pairwise(ends[1:]))
-
-
-class _DrafterShape:
-    """Work and memory of the drafter on a row of so many tokens and anchors.
-
-    An objective that `compares` takes the target's logits through the head too, of its final hidden states.
-    """
-
-    def __init__(self, config: DFlashDraftConfig, tokens: float, anchors: float, compares: bool):
-        with torch.device("meta"):
-            drafter = DFlashDraftModel(config)
-        self.config, self.tokens, self.anchors, self.compares = config, tokens, anchors, compares
-        self.parameters = sum(p.numel() for p in drafter.parameters())
-        self.slots = anchors * config.block_size
-        names = {name: p.numel() for name, p in drafter.named_parameters()}
-        of_context = sum(
-            n for name, n in names.items() if name.startswith("fc.") or "k_proj" in name or "v_proj" in name
-        )
-        self.head = config.vocab_size * config.hidden_size
-        on_slots = self.parameters - names["fc.weight"]
-        # Slot 0 does not go through the head.
-        head_slots = self.slots - anchors
-        of_head = (6 if compares else 4) * self.head * head_slots
-        self.operations = 6 * on_slots * self.slots + 6 * of_context * tokens + of_head
-        # fp32 weights, gradients and AdamW's two moments.
-        self.weight_bytes = 16.0 * self.parameters
-        # The target's embedding and head in bf16, where the target is on another device.
-        self.head_bytes = 2 * 2 * self.head
-
-    def activation_bytes(self, args: DFlashTrainingArguments) -> float:
-        """What the backward needs, the context in fp32 with its noise, the prefetched states and one loss chunk."""
-        config = self.config
-        heads = config.num_attention_heads * config.head_dim
-        per_slot = 24 * config.hidden_size + 6 * config.intermediate_size + 8 * heads
-        layers = 1 if args.activation_checkpointing else config.num_hidden_layers
-        features = self.tokens * config.hidden_size * (len(config.target_layer_ids or []) + self.compares)
-        waiting = (args.prefetch_depth + 1) * 2
-        batch = args.per_device_train_batch_size
-        return batch * (layers * per_slot * self.slots + (2 * 4 + waiting) * features) + CHUNK_BYTES
-
-
-class _TargetShape:
-    """Weights and memory of the target, cut after the last tap unless the objective needs its distribution."""
-
-    def __init__(self, config: PreTrainedConfig, taps: list[int], args: DFlashTrainingArguments):
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config)
-        layers = [sum(p.numel() for p in layer.parameters()) for layer in model.get_decoder().layers]
-        self.parameters = sum(p.numel() for p in model.parameters())
-        # What a token passes; embedding and head stay on the device beside it.
-        compares = compares_distributions(args.objective)
-        self.read_parameters = sum(layers if compares else layers[: taps[-1] + 1])
-        given = args.target_model_init_kwargs if isinstance(args.target_model_init_kwargs, dict) else {}
-        name = str(given.get("dtype") or config.dtype or "float32").removeprefix("torch.")
-        size = 2 if name in ("auto", "bfloat16", "float16") else 4
-        quantization = given.get("quantization_config") or config.to_dict().get("quantization_config")
-        self.weight_bytes = size * (self.parameters - sum(layers)) + self.read_parameters * (
-            size if quantization is None else _quantised_bits(quantization) / 8
-        )
-        tokens = args.row_length * args.per_device_train_batch_size
-        layer = 4 * config.intermediate_size + 16 * config.hidden_size
-        # One batch of hidden states is copied away while the next one is made.
-        self.working_bytes = float(tokens * size * (layer + 2 * config.hidden_size * (len(taps) + compares)))
-
-
-def _quantised_bits(quantization: Any) -> float:
-    """Bits of a quantised weight, scales included, from the field that names them; 16 where none does."""
-    values = quantization if isinstance(quantization, dict) else quantization.to_dict()
-    if values.get("load_in_4bit"):
-        return 4.5
-    if values.get("load_in_8bit") or values.get("quant_method") == "fp8":
-        return 8.5
-    return float(values.get("bits", 15.5)) + 0.5
-
-
 def _anchors(rows: PackedDataset, args: DFlashTrainingArguments, on_gpu: bool) -> tuple[float, float]:
     """Mean anchors of a row, and those that are computed: on a GPU all rows are padded to the largest one's."""
     draws = np.minimum(num_valid_anchors(rows.documents), args.num_anchors)
@@ -295,4 +195,4 @@ def _anchors(rows: PackedDataset, args: DFlashTrainingArguments, on_gpu: bool) -
     return mean, -(-largest // ANCHOR_BUCKET) * ANCHOR_BUCKET
 
 
-__all__ = ["Plan", "check_memory", "make_plan", "product_rate"]
+__all__ = ["Plan", "check_memory", "make_plan"]

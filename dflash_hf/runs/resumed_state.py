@@ -3,6 +3,8 @@
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,29 @@ def tell_of_schedule(folder: Path, num_steps: int, rates: list[tuple[float, floa
         )
 
 
+@contextmanager
+def own_settings(trainer: Any, checkpoint: str | None) -> Iterator[None]:
+    """Around the loading of a checkpoint's optimizer and schedule, after which this run's own arguments act.
+
+    Args:
+        trainer: The [`DFlashTrainer`] that loads.
+        checkpoint: The checkpoint's folder, or None.
+
+    Raises:
+        ValueError: The checkpoint is of a later step than the run's last one.
+    """
+    if checkpoint is not None:
+        check_steps_left(Path(checkpoint), trainer.state.max_steps)
+    if checkpoint is None or trainer.is_deepspeed_enabled:
+        yield
+        return
+    given = GivenSettings(trainer.optimizer, trainer.lr_scheduler)
+    yield
+    rates = given.put_back(trainer.optimizer, trainer.lr_scheduler)
+    if trainer.is_world_process_zero():
+        tell_of_schedule(Path(checkpoint), trainer.state.max_steps, rates)
+
+
 class DueEvaluation(TrainerCallback):
     """Makes up for the evaluation that an interrupt left out, so that the best checkpoint is chosen among the same.
 
@@ -101,4 +126,4 @@ class DueEvaluation(TrainerCallback):
             state.best_model_checkpoint = str(folder)
 
 
-__all__ = ["EVALUATION_DUE", "DueEvaluation", "GivenSettings", "check_steps_left", "tell_of_schedule"]
+__all__ = ["EVALUATION_DUE", "DueEvaluation", "own_settings"]

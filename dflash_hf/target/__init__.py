@@ -4,8 +4,8 @@
 In reading order:
 
 - the target itself: `loading`, `checks` (is it the drafter's?), `head` (what the drafter shares with it),
-  `frozen_target` (cut, place, call), `features` (to the tapped hidden states of each document), `packing` (which
-  documents share a forward), `startup_check` (documents must not see each other);
+  `frozen_target` (cut, place, call), `tapping` (layers' outputs out of its own forward), `features` (of each
+  document), `packing` (which documents share a forward), `startup_check` (documents must not see each other);
 - the packed forwards: `kernels` (what mixes tokens), `kernel_cache` (where they stay once tuned), `document_masks`,
   `dense`, `qwen3_5`;
 - beside the drafter: `topology` (which devices), `pairs` (from the training arguments to a target beside each one),

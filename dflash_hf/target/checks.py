@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a target must be: the one that its drafter was made for, with layers that can be read and are fast enough."""
 
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -54,6 +55,25 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     return layers
 
 
+def check_taps(taps: list[int], depth: int) -> None:
+    """Refuse layers that cannot be read.
+
+    Args:
+        taps: 0-based indices of the layers.
+        depth: Layers that the target has.
+
+    Raises:
+        ValueError: They are not ascending, or not the target's, or the last one is among them.
+    """
+    if not taps or any(b <= a for a, b in pairwise(taps)) or taps[0] < 0:
+        raise ValueError(f"target_layer_ids={taps} must be layer indices, unique and ascending, at least one.")
+    if taps[-1] >= depth - 1:
+        raise ValueError(
+            f"target_layer_ids={taps} must lie in 0..{depth - 2}: the target has {depth} layers and the last one "
+            "is refused, since its entry in hidden_states is after the final norm while a hook sees it before."
+        )
+
+
 def refuse_slow(config: PreTrainedConfig) -> None:
     """Refuse a hybrid target that would run its reference loops on a GPU.
 
@@ -73,4 +93,4 @@ def refuse_slow(config: PreTrainedConfig) -> None:
         )
 
 
-__all__ = ["check_fits", "decoder_layers", "refuse_slow"]
+__all__ = ["check_fits", "check_taps", "decoder_layers", "refuse_slow"]

@@ -6,9 +6,8 @@ Shapes: B rows, T packed tokens, K taps, D hidden size.
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -18,24 +17,21 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..configuration_dflash import DFlashDraftConfig
-from .checks import check_fits, decoder_layers, refuse_slow
+from .checks import check_fits, check_taps, decoder_layers, refuse_slow
 from .dense import PackedDense
 from .features import PackedForward, packed_features, padded_features
 from .head import COMPUTE_TYPES, is_on
 from .kernel_cache import keep_tuned_kernels
 from .kernels import transformers_delta_rule
-from .loading import eos_token_ids, load_config, load_model
+from .loading import eos_token_ids, take_model
 from .packing import Piece, document_pieces
 from .qwen3_5 import PackedQwen35
 from .startup_check import packing_fault
 from .startup_times import StartupTimes
+from .tapping import read_taps
 
 
 logger = logging.getLogger(__name__)
-
-
-class _LastTapRead(Exception):
-    """Ends the target's forward: nothing after the last tap is needed."""
 
 
 class FrozenTarget:
@@ -75,33 +71,15 @@ class FrozenTarget:
         final_states: bool = False,
         **init_kwargs,
     ):
-        if not isinstance(model, str | Path | nn.Module):
-            raise TypeError(
-                f"The target is a {type(model).__name__}; give a Hub id, a folder or a loaded causal language model."
-            )
-        if init_kwargs and isinstance(model, nn.Module):
-            raise ValueError(
-                f"target_model_init_kwargs={init_kwargs} were given together with a loaded target model: they are "
-                "arguments of from_pretrained. Pass the target's id or folder, or leave them out."
-            )
         self.startup = StartupTimes()
         self.startup.begin("load_target")
         # A model of the user's keeps all its layers; one loaded here is nobody else's.
         owned = isinstance(model, str | Path)
-        if isinstance(model, str | Path):
-            if not allow_slow_target and device is not None and torch.device(device).type == "cuda":
-                refuse_slow(load_config(model, init_kwargs))
-            model = load_model(model, device, init_kwargs)
-        self.model: Any = model
-        if any(p.is_meta for p in self.model.parameters()):
-            raise ValueError(
-                f"The target {type(self.model).__name__} has parameters on the meta device, so it has no weights to "
-                "run with. Load it with from_pretrained, without offloading."
-            )
+        self.model: Any = take_model(model, device, allow_slow_target, init_kwargs)
         self.config: PreTrainedConfig = self.model.config.get_text_config(decoder=True)
         self.target_layer_ids = list(target_layer_ids)
         self.layers: nn.ModuleList = decoder_layers(self.model)
-        self._check_taps()
+        check_taps(self.target_layer_ids, len(self.layers))
         self.final_states = final_states
         if owned and not final_states:
             del self.layers[self.target_layer_ids[-1] + 1 :]
@@ -195,7 +173,7 @@ class FrozenTarget:
         Returns:
             `torch.Tensor` of shape `[B, T, K * D]` on the target's device; zeros where no document is.
         """
-        return self._context_of(self.all_hidden_states(input_ids, document_lengths))
+        return self.split(self.all_hidden_states(input_ids, document_lengths))[0]
 
     @torch.no_grad()
     def all_hidden_states(
@@ -224,8 +202,11 @@ class FrozenTarget:
         self.startup.end("first_target_forward", states.device)
         return states
 
-    def _context_of(self, states: torch.Tensor) -> torch.Tensor:
-        return states[..., : -self.config.hidden_size] if self.final_states else states
+    def split(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What [`all_hidden_states`] gives, in parts: the context, and the final states or None."""
+        if not self.final_states:
+            return states, None
+        return states[..., : -self.config.hidden_size], states[..., -self.config.hidden_size :]
 
     def _features(self, packed: PackedForward | None, input_ids: torch.Tensor, pieces: list[Piece]) -> torch.Tensor:
         if packed is None:
@@ -233,11 +214,7 @@ class FrozenTarget:
         return packed_features(packed, input_ids, pieces)
 
     def _read_taps(self, **inputs) -> list[torch.Tensor]:
-        final = []
-        with self._hooks() as taps, suppress(_LastTapRead):
-            output = self.model.get_decoder()(**inputs)
-            final = [output.last_hidden_state]
-        return [taps[i] for i in self.target_layer_ids] + final
+        return read_taps(self.model.get_decoder(), self.layers, self.target_layer_ids, self.final_states, **inputs)
 
     def _checked_packing(self, tokens: int) -> PackedForward | None:
         """The packed path, if there is one that passes the check of the first call."""
@@ -268,7 +245,7 @@ class FrozenTarget:
         self, packed: PackedForward | None, input_ids: torch.Tensor, document_lengths: Sequence[Sequence[int]]
     ) -> torch.Tensor:
         pieces = document_pieces(document_lengths, input_ids.shape[1])
-        return self._context_of(self._features(packed, input_ids.to(self.device), pieces))
+        return self.split(self._features(packed, input_ids.to(self.device), pieces))[0]
 
     @contextmanager
     def _few_layers(self, packed: PackedForward) -> Iterator[None]:
@@ -285,37 +262,6 @@ class FrozenTarget:
         finally:
             self.final_states = packed.final_states = final_states
             self.target_layer_ids, packed.target_layer_ids = taps, list(taps)
-
-    @contextmanager
-    def _hooks(self) -> Iterator[dict[int, torch.Tensor]]:
-        """Hooks live only during a forward, so that a model shared with the user stays as it was."""
-        taps: dict[int, torch.Tensor] = {}
-        last = self.target_layer_ids[-1]
-
-        def read(index: int):
-            def hook(module, args, output):
-                taps[index] = output[0] if isinstance(output, tuple) else output
-                if index == last and not self.final_states:
-                    raise _LastTapRead
-
-            return hook
-
-        handles = [self.layers[i].register_forward_hook(read(i)) for i in self.target_layer_ids]
-        try:
-            yield taps
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _check_taps(self) -> None:
-        taps, depth = self.target_layer_ids, len(self.layers)
-        if not taps or any(b <= a for a, b in pairwise(taps)) or taps[0] < 0:
-            raise ValueError(f"target_layer_ids={taps} must be layer indices, unique and ascending, at least one.")
-        if taps[-1] >= depth - 1:
-            raise ValueError(
-                f"target_layer_ids={taps} must lie in 0..{depth - 2}: the target has {depth} layers and the last one "
-                "is refused, since its entry in hidden_states is after the final norm while a hook sees it before."
-            )
 
 
 class FullDepth:

@@ -4,9 +4,53 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from .checks import refuse_slow
+
+
+def take_model(
+    model: str | Path | PreTrainedModel,
+    device: torch.device | str | None,
+    allow_slow_target: bool,
+    init_kwargs: dict[str, Any],
+) -> PreTrainedModel:
+    """A target that was given, loaded where it is not.
+
+    Args:
+        model: Hub id, folder or loaded model.
+        device: Where it will run; None leaves that open.
+        allow_slow_target: Whether a hybrid target may run on CUDA without flash-linear-attention.
+        init_kwargs: Arguments of `from_pretrained`.
+
+    Raises:
+        TypeError: It is none of these.
+        ValueError: It has no weights, is loaded already and cannot take arguments, or would be far too slow.
+        OSError: There is no such model.
+    """
+    if not isinstance(model, str | Path | nn.Module):
+        raise TypeError(
+            f"The target is a {type(model).__name__}; give a Hub id, a folder or a loaded causal language model."
+        )
+    if init_kwargs and isinstance(model, nn.Module):
+        raise ValueError(
+            f"target_model_init_kwargs={init_kwargs} were given together with a loaded target model: they are "
+            "arguments of from_pretrained. Pass the target's id or folder, or leave them out."
+        )
+    if isinstance(model, str | Path):
+        if not allow_slow_target and device is not None and torch.device(device).type == "cuda":
+            refuse_slow(load_config(model, init_kwargs))
+        model = load_model(model, device, init_kwargs)
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError(
+            f"The target {type(model).__name__} has parameters on the meta device, so it has no weights to "
+            "run with. Load it with from_pretrained, without offloading."
+        )
+    return model
 
 
 def load_config(name: str | Path, init_kwargs: dict) -> PreTrainedConfig:
@@ -61,4 +105,4 @@ def read_eos_token_ids(name: str) -> list[int]:
     return eos_token_ids(generation_config)
 
 
-__all__ = ["eos_token_ids", "load_config", "load_model", "read_eos_token_ids"]
+__all__ = ["eos_token_ids", "load_config", "load_model", "read_eos_token_ids", "take_model"]

@@ -23,13 +23,11 @@ class Placement:
         layout: `"cpu"`, `"paired"`, `"shared"` or `"spread"`.
         drafter: Device of the drafter.
         target: Devices of the target, one but for a target that is spread.
-        idle: Visible GPUs of this machine that no process uses.
     """
 
     layout: str
     drafter: torch.device
     target: tuple[torch.device, ...]
-    idle: int = 0
 
 
 def place(local_rank: int, local_world_size: int, num_visible: int, layout: str = "auto") -> Placement:
@@ -63,13 +61,8 @@ def place(local_rank: int, local_world_size: int, num_visible: int, layout: str 
         raise ValueError(_too_few(layout, needed, local_world_size, num_visible))
     per_rank = _targets_per_rank(layout, local_world_size, num_visible)
     first = local_rank if layout == "shared" else local_world_size + local_rank * per_rank
-    used = needed if layout != "spread" else num_visible
-    return Placement(
-        layout,
-        torch.device("cuda", local_rank),
-        tuple(torch.device("cuda", first + i) for i in range(per_rank)),
-        idle=num_visible - used,
-    )
+    targets = tuple(torch.device("cuda", first + i) for i in range(per_rank))
+    return Placement(layout, torch.device("cuda", local_rank), targets)
 
 
 def planned_placements(num_gpus: int, layout: str = "auto") -> list[Placement]:

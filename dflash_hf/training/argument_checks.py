@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from transformers.integrations import get_reporting_integration_callbacks
 
-from .objectives import make_objective
+from ..runs.record import CHANGES
+from ..target.feature_transfer import FEATURE_COPIES
+from ..target.topology import LAYOUTS
+from .objectives import objective_of
 
 
 ATTENTION = ("flex_attention", "sdpa", "eager")
@@ -15,22 +18,89 @@ INFINITY = float("inf")
 # (names, what a value must be, its test, which nan fails too)
 NUMBERS: tuple[tuple[tuple[str, ...], str, Callable[[float], bool]], ...] = (
     (("learning_rate", "weight_decay", "warmup_steps"), "0 or more, and finite", lambda v: 0 <= v < INFINITY),
+    (("context_noise",), "0 or a positive half-width, such as 0.05", lambda v: 0 <= v < INFINITY),
     (("max_grad_norm",), "0 (no clipping) or more", lambda v: v >= 0),
     (("adam_epsilon",), "more than 0, and finite", lambda v: 0 < v < INFINITY),
     (("adam_beta1", "adam_beta2"), "in [0, 1)", lambda v: 0 <= v < 1),
     (
-        ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+        (
+            *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+            *("num_anchors", "row_length", "max_anchors_per_row", "max_length"),
+            *("loss_chunk_blocks", "max_nonfinite_steps"),
+        ),
         "at least 1",
         lambda v: 1 <= v < INFINITY,
     ),
     (("seed", "data_seed"), "in 0 to 4294967295", lambda v: 0 <= v < 2**32),
-    (("dataloader_num_workers",), "0 or more", lambda v: 0 <= v < INFINITY),
+    (("dataloader_num_workers", "prefetch_depth", "measure_alone_steps"), "0 or more", lambda v: 0 <= v < INFINITY),
     (
         ("logging_steps", "save_steps", "eval_steps"),
         "a number of steps, or below 1 a share of all steps",
         lambda v: 0 <= v < INFINITY,
     ),
 )
+# (option of transformers, the value that it has to keep, what another one would do)
+REFUSED: tuple[tuple[str, Any, str], ...] = (
+    (
+        "remove_unused_columns",
+        False,
+        "would drop every column before the collator, since the drafter's forward takes hidden states, not token ids. "
+        "Leave it False.",
+    ),
+    *(
+        (
+            name,
+            False,
+            "casts the drafter itself, so that a later training step would have no fp32 masters. Leave it False; with "
+            "bf16=True evaluation runs under autocast already.",
+        )
+        for name in ("bf16_full_eval", "fp16_full_eval")
+    ),
+    (
+        "enable_jit_checkpoint",
+        False,
+        "would write a checkpoint in place, where a kill leaves half of it. Leave it False: DFlashTrainer ends a run "
+        "at SIGTERM and SIGINT with a checkpoint of its own.",
+    ),
+    (
+        "neftune_noise_alpha",
+        None,
+        "is noise on token embeddings, which are the target's here. Leave it out; context_noise is the noise on the "
+        "target's hidden states.",
+    ),
+    (
+        "train_sampling_strategy",
+        "random",
+        "has no effect: rows are packed, and shuffled from the seed and the epoch alone. Leave it out.",
+    ),
+    (
+        "label_smoothing_factor",
+        0.0,
+        "has no effect on a drafter's objective, which follows the target's own tokens. Leave it 0.",
+    ),
+)
+
+
+def refuse_options(args: Any) -> None:
+    """Refuse options of transformers that would break a run, or that have no effect on a drafter.
+
+    Args:
+        args: The [`DFlashTrainingArguments`].
+
+    Raises:
+        ValueError: Naming the option, and what to do instead.
+    """
+    values = vars(args)
+    for name, kept, what in REFUSED:
+        if values[name] != kept:
+            raise ValueError(f"{name}={values[name]!r} {what}")
+    if isinstance(args.target_model_init_kwargs, dict) and "token" in args.target_model_init_kwargs:
+        raise ValueError(
+            "target_model_init_kwargs holds a token, which would be written into every checkpoint with the "
+            "arguments. Set the environment variable HF_TOKEN, or log in with `hf auth login`."
+        )
+    if args.fp16 and args.device.type == "cpu":
+        raise ValueError("fp16=True needs an accelerator; on a CPU leave it out, or set bf16=True.")
 
 
 def check_values(args: Any) -> None:
@@ -56,15 +126,13 @@ def check_values(args: Any) -> None:
     # Raises for a name that it does not know, as the Trainer would later.
     get_reporting_integration_callbacks(args.report_to)
     # The block size only gives a default here.
-    make_objective(
-        args.objective,
-        2,
-        args.loss_gamma,
-        args.dpace_alpha,
-        args.slot_weights,
-        args.loss_temperature,
-        args.cross_entropy_share,
-    )
+    objective_of(args, block_size=2)
+    for name, choices in (("target_layout", LAYOUTS), ("feature_copies", FEATURE_COPIES)):
+        if values[name] not in choices:
+            raise ValueError(f"{name}={values[name]!r} must be one of {', '.join(choices)}.")
+    unknown = sorted(set(args.allow_resume_changes or []) - set(CHANGES))
+    if unknown:
+        raise ValueError(f"allow_resume_changes names {unknown}; what may differ is one of {list(CHANGES)}.")
     if args.drafter_attn_implementation not in (None, *ATTENTION):
         raise ValueError(
             f"drafter_attn_implementation={args.drafter_attn_implementation!r} cannot express the drafter's mask; use "
@@ -89,4 +157,4 @@ def _check_device(name: str, num_visible: int) -> None:
         )
 
 
-__all__ = ["check_values"]
+__all__ = ["check_values", "refuse_options"]

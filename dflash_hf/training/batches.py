@@ -117,6 +117,19 @@ def make_collator(rows: PackedDataset | None, args: DFlashTrainingArguments, blo
     return collator
 
 
+def check_blocks(inputs: dict[str, Any], block_size: int) -> None:
+    """Refuse a batch whose blocks are not the drafter's.
+
+    Raises:
+        ValueError: Naming both sizes.
+    """
+    if inputs["labels"].shape[-1] != block_size:
+        raise ValueError(
+            f"The collator makes blocks of {inputs['labels'].shape[-1]} slots, the drafter's block_size is "
+            f"{block_size}. Give both the same, or leave data_collator out."
+        )
+
+
 def without_repeated_rows(
     inputs: dict[str, Any], state: GradientState, args: DFlashTrainingArguments, rows_per_rank: int
 ) -> dict[str, Any]:
@@ -154,4 +167,4 @@ class SetEpoch(TrainerCallback):
         self.sampler.set_epoch(int((state.epoch or 0) + 1e-6))
 
 
-__all__ = ["SetEpoch", "data_seed", "make_collator", "pack_rows", "without_repeated_rows"]
+__all__ = ["SetEpoch", "check_blocks", "data_seed", "make_collator", "pack_rows", "without_repeated_rows"]

@@ -5,14 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..configuration_dflash import DFlashDraftConfig
 from ..modeling_dflash import DFlashDraftModel
 from ..target.frozen_target import FrozenTarget
+from ..target.head import FrozenHead
 from ..target.pairs import place_target
 from ..training_args import DFlashTrainingArguments
+from .adapting import check_continuing
+from .objectives import compares_distributions
+from .partial_training import is_adapter, make_trainable
 
 
 logger = logging.get_logger(__name__)
@@ -46,6 +51,35 @@ def load_drafter(model: DFlashDraftModel | str | Path, args: Any, others: dict[s
             "acceptance length and the accuracy per slot. Leave it out."
         )
     return drafter
+
+
+def prepare_models(
+    drafter: DFlashDraftModel,
+    target_model: "str | Path | PreTrainedModel | FrozenTarget",
+    args: DFlashTrainingArguments,
+    tokenizer: PreTrainedTokenizerBase | None,
+    peft_config: Any,
+) -> tuple[nn.Module, FrozenTarget, FrozenHead]:
+    """The part of the drafter that is trained, the target, and the target's head on the drafter's device.
+
+    Args:
+        drafter: The drafter, changed in place.
+        target_model: Hub id, folder, model or frozen target.
+        args: The training arguments.
+        tokenizer: The target's, if it is known.
+        peft_config: Of an adapter, or None.
+
+    Raises:
+        ValueError: Drafter and target do not fit together, or cannot be trained so.
+    """
+    config: Any = drafter.config
+    target = frozen_target(target_model, config.target_layer_ids, args, compares_distributions(args.objective))
+    check_continuing(config, target, tokenizer)
+    head = FrozenHead(target.model, args.device)
+    # A frozen drafter under autocast needs no fp32 masters.
+    frozen = is_adapter(drafter) or peft_config is not None
+    prepare_drafter(drafter, args, keep_dtype=frozen and (args.bf16 or args.fp16))
+    return make_trainable(drafter, peft_config, args.trainable_modules, args.seed), target, head
 
 
 def frozen_target(
@@ -124,6 +158,23 @@ def prepare_drafter(model: DFlashDraftModel, args: DFlashTrainingArguments, keep
         compile_layers(model)
 
 
+def compute_dtype(args: DFlashTrainingArguments, drafter: Any) -> torch.dtype:
+    """Type of the drafter's inputs: that of autocast, or of its parameters where there is none."""
+    if args.bf16 or args.fp16:
+        return torch.bfloat16 if args.bf16 else torch.float16
+    return drafter.dtype
+
+
+def forget_preparation(trainer: Any) -> None:
+    """Let a drafter that was only evaluated be prepared anew.
+
+    Preparing for evaluation marks it as prepared, and a later `train()` would leave it without the wrapper that adds
+    up the gradients of all ranks.
+    """
+    trainer.accelerator._models.clear()
+    trainer.model._is_accelerate_prepared = False
+
+
 def compile_layers(model: DFlashDraftModel, **kwargs) -> None:
     """Compile each layer by itself, in place: layers of one kind share their code, so two compilations serve all.
 
@@ -138,4 +189,4 @@ def compile_layers(model: DFlashDraftModel, **kwargs) -> None:
         layer.compile(dynamic=False, **kwargs)
 
 
-__all__ = ["compile_layers", "frozen_target", "load_drafter", "prepare_drafter"]
+__all__ = ["compile_layers", "compute_dtype", "forget_preparation", "load_drafter", "prepare_models"]

@@ -9,7 +9,7 @@ Shapes: S slots, M blocks, b block size, V vocabulary, C terms. All sums, never 
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -221,6 +221,19 @@ def make_objective(
     return Distillation(name, weighting, temperature, cross_entropy_share)
 
 
+def objective_of(args: Any, block_size: int) -> Objective:
+    """The objective of training arguments; [`make_objective`] says what it raises."""
+    return make_objective(
+        args.objective,
+        block_size,
+        args.loss_gamma,
+        args.dpace_alpha,
+        args.slot_weights,
+        args.loss_temperature,
+        args.cross_entropy_share,
+    )
+
+
 def _check(
     name: str, gamma: float, alpha: float, slot_weights: str | None, temperature: float, cross_entropy_share: float
 ) -> None:
@@ -260,4 +273,5 @@ __all__ = [
     "compares_distributions",
     "default_gamma",
     "make_objective",
+    "objective_of",
 ]

@@ -17,6 +17,7 @@ from typing import Any
 from .checkpoint import ALL, READERS, Checkpoint, Finding, Rule
 from .fields import FIELD_RULES
 from .reading import read_folder, read_repository
+from .rotary import ROTARY_RULES
 from .structure import STRUCTURE_RULES
 from .tensors import TENSOR_RULES
 
@@ -37,7 +38,7 @@ _FILE_RULES = tuple(
         ("weights_file", "the tensor headers can be read"),
     )
 )
-RULES = (*_FILE_RULES, *STRUCTURE_RULES, *FIELD_RULES, *TENSOR_RULES)
+RULES = (*_FILE_RULES, *STRUCTURE_RULES, *ROTARY_RULES, *FIELD_RULES, *TENSOR_RULES)
 
 
 @dataclass(frozen=True)

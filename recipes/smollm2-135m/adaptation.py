@@ -161,6 +161,8 @@ class Study:
             # Kernels that need no compilation: each variant would compile anew for a minute.
             drafter_attn_implementation="sdpa",
             compile_layers=False,
+            # In turn, so that a step's time is that of its halves alone.
+            prefetch_depth=0,
             # Small chunks of logits, so that memory is that of weights and activations.
             loss_chunk_blocks=256,
             logging_steps=50,

@@ -6,9 +6,15 @@ from typing import Any
 
 import torch
 from study_features import Features
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
 
 from dflash_hf.data.collator import DataCollatorForDFlash
 from dflash_hf.data.packing import PackedDataset, RowSampler, seeded_permutation
+
+
+# Processes that collate on a machine with a GPU, whose steps are faster than one of them.
+WORKERS = 6
 
 
 class Batches:
@@ -60,12 +66,23 @@ class Batches:
         """Full batches; the rows that are left over wait for the next epoch's order."""
         return (len(self.documents) if self.dataset is None else len(self.dataset)) // self.rows
 
+    def prepare(self, num_steps: int) -> None:
+        """Make the batches of the first steps that are not there yet, so that steps need not wait for them."""
+        device = self.features.context.device
+        missing = [step for step in range(num_steps) if step not in self._made]
+        # Forked, since the documents and their states are in this process; no worker touches the device.
+        forked = {"num_workers": WORKERS, "multiprocessing_context": "fork"} if device.type == "cuda" else {}
+        loader = DataLoader(_Collated(self), batch_size=None, sampler=missing, **forked)  # type: ignore[arg-type]
+        for step, batch in zip(missing, tqdm(loader, desc="batches", unit="step", mininterval=2), strict=True):
+            self._made[step] = on_device(batch, device)
+
     def __getitem__(self, step: int) -> dict[str, Any]:
         if step not in self._made:
-            self._made[step] = self._make(step)
+            self._made[step] = on_device(self.collated(step), self.features.context.device)
         return self._made[step]
 
-    def _make(self, step: int) -> dict[str, Any]:
+    def collated(self, step: int) -> dict[str, Any]:
+        """A step's batch on the host."""
         epoch, index = divmod(step, self.steps_per_epoch)
         part = slice(index * self.rows, (index + 1) * self.rows)
         if self.dataset is not None:
@@ -77,13 +94,19 @@ class Batches:
             items = [{"epoch": epoch, "documents": [{"document": i, **self.documents[i]}]} for i in order]
         batch = self.collator(items)
         batch["places"] = self.features.places(batch)
-        return on_device(batch, self.features.context.device)
+        return batch
+
+
+class _Collated:
+    """The batches on the host, as a data set of steps."""
+
+    def __init__(self, batches: Batches):
+        self.batches = batches
+
+    def __getitem__(self, step: int) -> dict[str, Any]:
+        return self.batches.collated(step)
 
 
 def on_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """A batch whose tensors are on a device; nothing waits for the copies."""
-
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-    return {name: moved(value) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    """A batch whose tensors are on a device."""
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}

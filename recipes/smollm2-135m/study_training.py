@@ -286,6 +286,7 @@ def train(study: Study, run: Run, fractions: Sequence[float] = (1 / 8, 1 / 4, 1 
     drafter.load_state_dict(study.weights(run))
     drafter.train()
     batches = study.batches(run)
+    batches.prepare(run.steps)
     optimizer, scheduler = make_optimizer(run, drafter, on_cuda)
     average = {n: t.clone() for n, t in drafter.state_dict().items()} if run.ema else None
     points = sorted({max(1, round(fraction * run.steps)) for fraction in fractions})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an evaluation adds up over its batches: blocks at random anchors, and the walks of whole answers."""
+"""What training and an evaluation add up over batches: blocks at random anchors, and the walks of whole answers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +15,40 @@ from .losses import BlockSums
 
 
 logger = logging.get_logger(__name__)
+
+
+class TrainingSums:
+    """Sums of the blocks trained on since the last log, from which its metrics are made.
+
+    Args:
+        block_size: Slots of a block.
+        device: Where the loss is.
+    """
+
+    def __init__(self, block_size: int, device: torch.device):
+        self.blocks = BlockSums.zeros(block_size, device)
+        self._step = BlockSums.zeros(block_size, device)
+
+    def add(self, sums: BlockSums) -> None:
+        """Add a micro-batch of the present step."""
+        self._step.add(sums)
+
+    def end_step(self, left_out: torch.Tensor) -> None:
+        """Keep the present step's sums, unless the step is left out, which the device knows."""
+        values = self._step.values
+        self.blocks.values += torch.where(left_out, torch.zeros_like(values), values)
+        values.zero_()
+
+    def take(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
+        """The metrics, whose loss is NaN where no step was kept; the next ones begin anew.
+
+        Args:
+            reduce: Adds a tensor up over the ranks.
+        """
+        sums = BlockSums(reduce(self.blocks.values.clone()))
+        self.blocks.values.zero_()
+        metrics = sums.metrics()
+        return metrics if sums.values[1] > 0 else metrics | {"loss": float("nan")}
 
 
 class EvaluationSums:
