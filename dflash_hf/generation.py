@@ -19,6 +19,7 @@ from .decoding.sampling import Greedy, Sampling
 from .decoding.state import DecodingState, UncachedDecodingState
 from .modeling_dflash import DFlashDraftModel
 from .target.loading import eos_token_ids
+from .target.varied_lengths import varied_lengths
 
 
 @dataclass(frozen=True)
@@ -184,12 +185,13 @@ def stop_token_ids(target: PreTrainedModel, eos_token_id: int | list[int] | None
 
 @contextmanager
 def evaluation_mode(*models: nn.Module) -> Iterator[None]:
-    """Models in eval mode: no dropout, and no gradient checkpointing, which drops caches."""
+    """Models in eval mode, for prompts of any length: no dropout, and no checkpointing, which drops caches."""
     training = [model for model in models if model.training]
     try:
         for model in training:
             model.eval()
-        yield
+        with varied_lengths():
+            yield
     finally:
         for model in training:
             model.train()

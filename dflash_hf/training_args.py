@@ -69,7 +69,9 @@ class DFlashTrainingArguments(TrainingArguments):
             `"peer"` copies hidden states from GPU to GPU, `"host"` through pinned host memory; `"auto"` is host where
             the environment has `NCCL_P2P_DISABLE=1`.
         measure_alone_steps (`int`, *optional*, defaults to 0):
-            So many first steps run target and drafter in turn, so that the log says how long each takes by itself.
+            So many first steps run target and drafter in turn, so that the log says how long each takes by itself. A
+            target on GPUs of its own runs each of their batches three times and the last one counts, since a GPU that
+            has rested is faster for a while than under load.
         ddp_bf16_compression (`bool`, *optional*, defaults to False):
             Send gradients between ranks in bf16: half the bytes, rounded to 8 bits of mantissa.
         target_model_init_kwargs (`dict`, *optional*):

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+from accelerate.state import GradientState
 
 from dflash_hf.target.feature_transfer import FeatureTransfer
 from dflash_hf.target.prefetch import Prefetcher
@@ -63,7 +63,9 @@ def simulate(target_seconds: float, drafter_seconds: float, depth: int, steps: i
     throughput = Throughput(CPU, [CPU])
     prefetcher = Prefetcher(FeatureTransfer(target, [CPU], CPU, "peer"), CPU, depth, throughput)
     ends = []
-    for batch in prefetcher.look_ahead(batches(steps), Accelerator(cpu=True).gradient_state):
+    # What a dataloader that is over left in this process would end the batches too early.
+    GradientState._reset_state()
+    for batch in prefetcher.look_ahead(batches(steps), GradientState()):
         prefetcher.context_hidden_states(batch)
         time.sleep(drafter_seconds)
         ends.append(time.perf_counter())

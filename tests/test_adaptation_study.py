@@ -54,6 +54,13 @@ def test_the_study_runs_through(tmp_path, monkeypatch, capsys):
         assert all(1 <= length <= 4 for length in run["acceptance_length"].values()) and run["seconds"] > 0
     assert results["summary"]["adapter"]["learning_rate"] == pytest.approx(1e-3)
     assert "of the whole drafter's gain on code" in capsys.readouterr().out
+    # Another call adapts the same drafter.
+    again = f"{options} --general_drafter {tmp_path}/out/general --output_dir {tmp_path}/again --lora_rates 1e-3"
+    monkeypatch.setattr(sys, "argv", ["adaptation.py", *again.split()])
+    runpy.run_path(str(FOLDER / "adaptation.py"), run_name="__main__")
+    repeated = json.loads((tmp_path / "again" / "adaptation.json").read_text())
+    assert repeated["general"]["acceptance_length"] == results["general"]["acceptance_length"]
+    assert repeated["adapter"][0]["acceptance_length"] == results["adapter"][0]["acceptance_length"]
 
 
 def test_the_first_drafter_is_done_after_its_time(monkeypatch):

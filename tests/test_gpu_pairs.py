@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """On GPUs: the prefetcher changes no loss, keeps its memory bound and really runs both halves at the same time."""
 
+import threading
+
 import pytest
 import tiny
 import torch
@@ -9,6 +11,7 @@ from test_prefetch import NO_DATALOADER, batches, documents, target_threads
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.runs.preflight import check_copy
+from dflash_hf.target.dense import PackedDense
 from dflash_hf.target.feature_transfer import FeatureTransfer
 from dflash_hf.target.prefetch import Prefetcher
 from dflash_hf.target.throughput import Throughput
@@ -56,6 +59,60 @@ def test_the_log_holds_times_of_the_devices(layout, tmp_path):
     for name in ("step_seconds", "target_seconds", "drafter_seconds", "tokens_per_second", "drafter_peak_gigabytes"):
         assert all(entry[name] > 0 for entry in logs[:-1])
     assert ("target_peak_gigabytes" in logs[-1]) == (layout == "paired")
+
+
+def grown(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+class CompilesInEveryStep(DFlashTrainer):
+    """A trainer that compiles something in every step, beside what the drafter's layers and the target need."""
+
+    def compute_loss(self, *args, **kwargs):
+        torch.compile(grown, backend="aot_eager", dynamic=False)(torch.zeros(self.state.global_step + 2))
+        return super().compute_loss(*args, **kwargs)
+
+
+def run_compiled(folder, depth: int) -> tuple[list[float], int, set[str]]:
+    """Losses of 30 steps on documents of very different lengths, batches left to the training thread, compilers."""
+    torch._dynamo.reset()
+    compilers: set[str] = set()
+    torch._dynamo.callback.on_compile_start(lambda args: compilers.add(threading.current_thread().name))
+    generator = torch.Generator().manual_seed(0)
+    # More than half a row each, so that every row holds one, in rows of 640 to 1,280 tokens.
+    lengths = torch.randint(601, 1200, (30,), generator=generator).tolist()
+    rows = [
+        {"input_ids": torch.randint(0, 256, (n,), generator=generator).tolist(), "supervised_spans": [[5, n]]}
+        for n in lengths
+    ]
+    torch.manual_seed(0)
+    model = tiny.dense_target()
+    config = DFlashDraftConfig.from_target_config(
+        model.config, num_hidden_layers=2, num_taps=2, mask_token_id=tiny.MASK_TOKEN_ID, block_size=4
+    )
+    args = DFlashTrainingArguments(
+        output_dir=str(folder), row_length=1200, num_anchors=8, max_steps=30, logging_steps=1, report_to="none",
+        disable_tqdm=True, save_strategy="no", bf16=True, prefetch_depth=depth, target_layout="shared",
+        compile_target=True,
+    )  # fmt: skip
+    trainer = CompilesInEveryStep(DFlashDraftModel(config), model, args, train_dataset=rows)
+    # Without shapes that stand for any length the target compiles for each one, late ones too.
+    with torch._dynamo.config.patch(
+        automatic_dynamic_shapes=False, recompile_limit=1000, accumulated_recompile_limit=1000
+    ):
+        trainer.train()
+    assert isinstance(trainer.target._packed, PackedDense)
+    assert not target_threads()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, trainer.prefetcher._num_left, compilers
+
+
+def test_p2_both_halves_may_compile_late(tmp_path):
+    expected, *_ = run_compiled(tmp_path, 0)
+    losses, num_left, compilers = run_compiled(tmp_path, 2)
+    assert len(losses) == 30 and losses == pytest.approx(expected, rel=1e-3)
+    assert 1 <= num_left <= 8
+    assert "MainThread" in compilers and "dflash-target" not in compilers
 
 
 class BusyTarget:

@@ -35,7 +35,15 @@ def documents(count: int) -> list[dict]:
     ]
 
 
-def make_trainer(folder, depth: int, target=None, num_documents: int = 7, trainer_class=DFlashTrainer, **arguments):
+def make_trainer(
+    folder,
+    depth: int,
+    target=None,
+    num_documents: int = 7,
+    train_documents: list[dict] | None = None,
+    trainer_class=DFlashTrainer,
+    **arguments,
+):
     target = target or dense_target()
     torch.manual_seed(0)
     config = DFlashDraftConfig.from_target_config(
@@ -48,7 +56,11 @@ def make_trainer(folder, depth: int, target=None, num_documents: int = 7, traine
     }  # fmt: skip
     args = DFlashTrainingArguments(**{**values, **arguments})
     return trainer_class(
-        DFlashDraftModel(config), target, args, train_dataset=documents(num_documents), eval_dataset=documents(3)
+        DFlashDraftModel(config),
+        target,
+        args,
+        train_dataset=train_documents or documents(num_documents),
+        eval_dataset=documents(3),
     )
 
 

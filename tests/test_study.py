@@ -287,6 +287,22 @@ def test_batches_go_through_all_documents_and_have_one_shape(small):
     assert epoch[0] != epoch[1]
 
 
+def test_batches_made_ahead_are_those_made_when_due(small):
+    run = Run(name="a", rows=4, row_length=64, num_anchors=8, seed=7)
+    batches = small.batches(run)
+    batches.prepare(3)
+    for step in range(3):
+        batch, due = batches[step], batches.collated(step)
+        assert batch.keys() == due.keys()
+        for name, value in due.items():
+            same = (
+                torch.equal
+                if isinstance(value, torch.Tensor)
+                else lambda a, b: type(a) is type(b) and repr(a) == repr(b)
+            )
+            assert same(batch[name], value), name
+
+
 def test_layers_taken_over_read_the_context_as_the_target_does(small):
     tap = small.train_features.context[:200, -64:]
     weights = starting_weights(small.drafter, small.target.model, "last", 0, tap)

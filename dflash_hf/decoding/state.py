@@ -11,7 +11,7 @@ Shapes: S tokens of one forward, K taps, D hidden size, b block size, V vocabula
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from transformers.cache_utils import (
 from ..modeling_dflash import DFlashDraftModel
 from ..target.checks import decoder_layers
 from ..target.head import block_inputs, head_place, logit_transform
+from ..target.varied_lengths import varied_lengths
 
 
 # With a block of 16 behind them, the waiting tokens fill a chunk of the recurrent layers' kernels.
@@ -55,12 +56,14 @@ class DecodingState:
         self.context = self._verified = torch.empty(0)
 
     def __enter__(self) -> "DecodingState":
-        self._hooks = self.recurrent.hooks()
-        self._hooks.__enter__()
+        with ExitStack() as stack:
+            stack.enter_context(self.recurrent.hooks())
+            stack.enter_context(varied_lengths())
+            self._contexts = stack.pop_all()
         return self
 
     def __exit__(self, *error) -> None:
-        self._hooks.__exit__(*error)
+        self._contexts.close()
 
     def prefill(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Read the prompt `[1, S]`; returns the logits `[1, V]` of the token after it."""

@@ -16,6 +16,8 @@ from transformers import AttentionInterface
 from transformers.integrations.flex_attention import flex_attention_forward
 
 from ..flex_tiles import flex_kernel_options
+from .compiled import compiled as compiled_function
+from .compiled import refuse_uncompiled
 from .document_masks import document_block_mask
 from .kernels import document_attention
 from .packing import PackedRow
@@ -139,6 +141,7 @@ def flex_documents(
     Compiled here and not by transformers, whose one compiled function the drafter may use too: the compiler keeps
     few variants of a function, and beyond them flex attention would hold all scores at once.
     """
+    refuse_uncompiled()
     output, _ = flex_attention_forward(
         module, query, key, value, mask, scaling=scaling, softcap=softcap, kernel_options=kernel_options
     )
@@ -160,7 +163,7 @@ class PackedDense:
         self.read_taps = read_taps
         self.attention: Callable[[PackedRow], Callable[..., torch.Tensor]] = OneByOne
         if compiled:
-            self.attention = self.all_at_once(torch.compile(flex_documents))
+            self.attention = self.all_at_once(compiled_function(flex_documents))
 
     def all_at_once(self, flex: Callable[..., torch.Tensor]) -> Callable[[PackedRow], AllAtOnce]:
         """[`AllAtOnce`] for this target's layers, by [`flex_documents`] as some compiler made it."""

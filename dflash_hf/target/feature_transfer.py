@@ -88,6 +88,11 @@ class FeatureTransfer:
         self._own_streams: dict[torch.device, torch.cuda.Stream] = {}
         self._copy_streams: dict[torch.device, torch.cuda.Stream] = {}
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether the target is on GPUs that the drafter does not use."""
+        return bool(self._cuda_devices) and self._device not in self._cuda_devices
+
     def run(
         self,
         input_ids: torch.Tensor,

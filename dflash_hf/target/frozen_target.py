@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..configuration_dflash import DFlashDraftConfig
 from .checks import check_fits, check_taps, decoder_layers, refuse_slow
+from .compiled import refuse_ahead
 from .dense import PackedDense
 from .features import PackedForward, packed_features, padded_features
 from .head import COMPUTE_TYPES, is_on
@@ -29,6 +30,7 @@ from .qwen3_5 import PackedQwen35
 from .startup_check import packing_fault
 from .startup_times import StartupTimes
 from .tapping import read_taps
+from .varied_lengths import varied_lengths
 
 
 logger = logging.getLogger(__name__)
@@ -194,8 +196,9 @@ class FrozenTarget:
         if not pieces:
             raise ValueError("The batch holds no document; give rows with at least one document of one token.")
         input_ids = input_ids.to(self.device, non_blocking=True)
-        # Under the drafter's autocast a document's features would depend on who asks for them.
-        with torch.autocast(self.device.type, enabled=False):
+        # Under the drafter's autocast a document's features would depend on who asks for them, and what is compiled
+        # would fit one thread alone.
+        with torch.autocast(self.device.type, enabled=False, cache_enabled=True), varied_lengths():
             packed = self._checked_packing(rows * width)
             self.startup.begin("first_target_forward")
             states = self._features(packed, input_ids, pieces)
@@ -218,9 +221,12 @@ class FrozenTarget:
 
     def _checked_packing(self, tokens: int) -> PackedForward | None:
         """The packed path, if there is one that passes the check of the first call."""
+        if self._unchecked is not None:
+            # It compiles; and a thread that is ahead must not wait for the one that is in it.
+            refuse_ahead("The check of the target")
         with self._lock:
             if self._unchecked is not None:
-                packed, self._unchecked = self._unchecked, None
+                packed = self._unchecked
                 self.startup.begin("check_target")
                 with self._few_layers(packed), transformers_delta_rule():
                     reader, reference = partial(self._tuned_features_of, packed), partial(self._features_of, None)
@@ -230,6 +236,7 @@ class FrozenTarget:
                     self._packed = packed
                 else:
                     self._say_padded(fault)
+                self._unchecked = None
         return self._packed
 
     def _tuned_features_of(

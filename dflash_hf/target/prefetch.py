@@ -3,7 +3,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,39 +11,23 @@ from accelerate.state import GradientState
 from accelerate.utils import send_to_device
 from transformers.utils import logging
 
+from .compile_gate import GATE
+from .compiled import NotCompiled
 from .feature_transfer import Features, FeatureTransfer
 from .lookahead import LookAhead
+from .pending import PENDING, PendingContext
 from .throughput import Throughput
 
 
 logger = logging.get_logger(__name__)
 
-# Key of a batch under which its hidden states to come travel to the loss.
-PENDING = "pending_context"
 # A forward that is under way cannot be broken off; a run does not wait longer for it to end.
 CLOSING_SECONDS = 30
-
-
-class PendingContext:
-    """The hidden states of one batch, to come.
-
-    Args:
-        batch: A batch of [`DataCollatorForDFlash`], best on the host: on the drafter's device its token ids are only
-            known once the device has come to them.
-    """
-
-    def __init__(self, batch: dict[str, Any]):
-        self.input_ids: torch.Tensor = batch["input_ids"].cpu()
-        self.document_lengths: Sequence[Sequence[int]] = batch["document_lengths"]
-        self.num_tokens = sum(sum(lengths) for lengths in self.document_lengths)
-        self.num_anchors = int((batch["anchor_positions"].cpu() >= 0).sum())
-        self.features: Features | None = None
-        self.error: BaseException | None = None
-        self.is_done = self.is_taken = False
-        # Its place among the batches that were ordered.
-        self.number = 0
-        # Where the drafter's device must be before the target starts, so that it does not run ahead of a slow drafter.
-        self.start_after: torch.cuda.Event | None = None
+# Forwards of the target on a batch that is measured alone. Under a power limit a GPU that has rested while the drafter
+# worked is faster for a while than it can be in a run, so only the last one, under its own steady load, is timed.
+FORWARDS_ALONE = 3
+# So many batches that had to wait for something compiled are no longer those of a start.
+MANY_LEFT = 32
 
 
 class Prefetcher:
@@ -53,12 +37,16 @@ class Prefetcher:
     computed. An error of the target is raised in the training thread when its batch is due, as it is without
     prefetching, with the traceback of where it happened.
 
+    The thread that runs ahead never compiles: a batch that needs it is left to the training thread, which runs it when
+    it is due, and the thread goes on behind it. While the training thread compiles, the other one rests ([`GATE`]).
+
     Args:
         transfer: Runs the target and brings its hidden states to the drafter's device.
         device: The drafter's device.
         depth: Batches in advance; 0 runs target and drafter in turn, without a thread.
         throughput: Told about times and sizes.
-        measure_alone_batches: So many first batches of a training run in turn, to measure each half alone.
+        measure_alone_batches: So many first batches of a training run in turn, to measure each half alone. A target
+            on GPUs of its own runs each of them `FORWARDS_ALONE` times, the last one timed.
     """
 
     def __init__(
@@ -85,6 +73,9 @@ class Prefetcher:
         # Batches ordered, begun by the worker, and taken by the drafter or passed over.
         self._ordered = self._started = self._taken = 0
         self._failed = False
+        # The batch that the worker left to the training thread; it waits until that one has run.
+        self._left: PendingContext | None = None
+        self._num_left = 0
         # Where the drafter's device took up its last `depth` batches.
         self._taken_events: deque[torch.cuda.Event] = deque(maxlen=max(depth, 1))
 
@@ -112,10 +103,8 @@ class Prefetcher:
             features = self._transfer.run(inputs["input_ids"], inputs["document_lengths"], in_order=True)
             return self._transfer.receive(features)
         self._throughput.waiting(pending.num_tokens, pending.num_anchors)
-        if self.depth and self._alone_left == 0:
-            features = self._take(pending)
-        else:
-            features = self._transfer.run(pending.input_ids, pending.document_lengths, in_order=True)
+        is_ahead = self.depth > 0 and self._alone_left == 0
+        features = self._take(pending) if is_ahead else self._run_in_turn(pending)
         pending.is_taken = True
         states = self._transfer.receive(features)
         in_turn = self._measures_alone and self._alone_left > 0
@@ -138,6 +127,7 @@ class Prefetcher:
             self._changed.notify_all()
         if thread is not None:
             thread.join(CLOSING_SECONDS)
+            GATE.dismiss(thread)
             if thread.is_alive():
                 logger.warning(
                     f"The target is still busy after {CLOSING_SECONDS} s; its thread ends with the process."
@@ -161,6 +151,8 @@ class Prefetcher:
 
     def _take(self, pending: PendingContext) -> Features:
         with self._changed:
+            if self._thread is not None:
+                GATE.admit(self._thread)
             # A loop that left batches out will not come back to them, so they must not keep this one waiting.
             self._taken = pending.number
             if not pending.is_done:
@@ -169,8 +161,13 @@ class Prefetcher:
             while self._waiting and self._waiting[0].number < pending.number:
                 self._waiting.popleft()
                 self._started += 1
+            if self._left is not None and self._left.number < pending.number:
+                self._left = None
             self._changed.notify_all()
-            self._wait_for(lambda: pending.is_done)
+            self._wait_for(lambda: pending.is_done or pending.is_left)
+        if not pending.is_done:
+            self._run_left(pending)
+        with self._changed:
             self._taken += 1
             if self._device.type == "cuda":
                 self._taken_events.append(_recorded_event(self._device))
@@ -180,6 +177,33 @@ class Prefetcher:
         assert pending.features is not None  # done without an error
         features, pending.features = pending.features, None
         return features
+
+    def _run_in_turn(self, pending: PendingContext) -> Features:
+        """A batch's hidden states, computed by the training thread while the drafter rests."""
+        is_measured = self._measures_alone and self._alone_left > 0 and self.depth > 0
+        for _ in range(FORWARDS_ALONE - 1 if is_measured and self._transfer.is_apart else 0):
+            self._transfer.run(pending.input_ids, pending.document_lengths, in_order=True)
+        return self._transfer.run(pending.input_ids, pending.document_lengths, in_order=True)
+
+    def _run_left(self, pending: PendingContext) -> None:
+        """Run in the training thread, where compiling is safe, what the worker left to it; then let that one go on."""
+        with self._changed:
+            self._left = pending
+            self._wait_for(lambda: not self._running)
+        try:
+            pending.features = self._transfer.run(pending.input_ids, pending.document_lengths)
+        except BaseException as error:
+            pending.error = error
+        with self._changed:
+            pending.is_done, pending.is_left, self._left = True, False, None
+            self._changed.notify_all()
+        self._num_left += 1
+        if self._num_left == MANY_LEFT:
+            logger.warning(
+                f"{MANY_LEFT} batches waited for the training thread to run the target, since what was compiled did "
+                "not fit them. If this goes on, target and drafter take turns: raise "
+                "torch._dynamo.config.recompile_limit, or train with compile_target=False."
+            )
 
     def _wait_for(self, condition) -> None:
         """Wait with the lock held until the worker has brought a condition about; it must be alive to do so."""
@@ -213,16 +237,20 @@ class Prefetcher:
         self._waiting.clear()
         self._taken_events.clear()
         self._ordered = self._started = self._taken = 0
-        self._failed = False
+        self._failed, self._left = False, None
 
     def _start(self) -> None:
         if self._thread is None or not self._thread.is_alive():
+            if self._thread is not None:
+                GATE.dismiss(self._thread)
             # A daemon, so that a target that never returns cannot keep the process from ending.
             self._thread = threading.Thread(target=self._work, name="dflash-target", daemon=True)
+            GATE.admit(self._thread)
             self._thread.start()
 
     def _may_start(self) -> bool:
-        return self._started - self._taken < self.depth and self._alone_left == 0 and not self._failed
+        may_go_on = self._alone_left == 0 and not self._failed and self._left is None
+        return may_go_on and self._started - self._taken < self.depth
 
     def _take_up_of(self, number: int) -> "torch.cuda.Event | None":
         """Where the drafter's device took up a batch, one of its last `depth`; None before there was one."""
@@ -242,14 +270,19 @@ class Prefetcher:
             try:
                 if pending.start_after is not None:
                     pending.start_after.synchronize()
-                pending.features = self._transfer.run(pending.input_ids, pending.document_lengths)
+                with GATE.ahead():
+                    pending.features = self._transfer.run(pending.input_ids, pending.document_lengths)
+            except NotCompiled:
+                pending.is_left = True
             except BaseException as error:
                 # Whatever it is, the training thread has to see it and end.
                 pending.error = error
             with self._changed:
-                pending.is_done = True
+                pending.is_done = not pending.is_left
                 if self._is_own():
                     self._failed, self._running = pending.error is not None, None
+                    # A loop that has gone past it meanwhile will not run it.
+                    self._left = pending if pending.is_left and pending.number >= self._taken else None
                 self._changed.notify_all()
 
     def _is_own(self) -> bool:

@@ -13,6 +13,8 @@ from transformers.activations import ACT2FN
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextModel, apply_rotary_pos_emb
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTextModel
 
+from .compiled import compiled as compiled_function
+from .compiled import refuse_uncompiled
 from .kernels import causal_convolution, delta_rule, document_attention
 from .packing import PackedRow
 
@@ -45,7 +47,7 @@ class PackedQwen35:
         self.target_layer_ids = list(target_layer_ids)
         self.delta_rule = delta_rule
         self.final_states = final_states
-        made: Callable[..., Any] = torch.compile if compiled else lambda function: function
+        made: Callable[..., Any] = compiled_function if compiled else lambda function: function
         self.delta_inputs, self.delta_outputs = made(_delta_inputs), made(_delta_outputs)
         self.attention_inputs, self.attention_outputs = made(_attention_inputs), made(_attention_outputs)
         # Experts choose their tokens by data, which no single graph holds.
@@ -87,6 +89,7 @@ class PackedQwen35:
 
 def _delta_inputs(layer: Any, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Queries, keys, values, decay and strength of the delta rule, and the gate of its output."""
+    refuse_uncompiled()
     mixer = layer.linear_attn
     x = layer.input_layernorm(hidden_states)
     # Channels are independent, so queries, keys and values are convolved apart, each into a tensor of its own.
@@ -104,6 +107,7 @@ def _delta_inputs(layer: Any, hidden_states: torch.Tensor, position_ids: torch.T
 
 
 def _delta_outputs(layer: Any, hidden_states: torch.Tensor, mixed: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    refuse_uncompiled()
     mixer = layer.linear_attn
     gated = mixer.norm(mixed.reshape(-1, mixer.head_v_dim), z.reshape(-1, mixer.head_v_dim))
     return hidden_states + mixer.out_proj(gated.view(*hidden_states.shape[:-1], -1))
@@ -113,6 +117,7 @@ def _attention_inputs(
     layer: Any, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Queries, keys and values `[1, N, heads, d]`, and the gate of the output."""
+    refuse_uncompiled()
     attention = layer.self_attn
     x = layer.input_layernorm(hidden_states)
     query, gate = attention.q_proj(x).unflatten(-1, (-1, 2 * attention.head_dim)).chunk(2, dim=-1)
@@ -125,9 +130,11 @@ def _attention_inputs(
 def _attention_outputs(
     layer: Any, hidden_states: torch.Tensor, mixed: torch.Tensor, gate: torch.Tensor
 ) -> torch.Tensor:
+    refuse_uncompiled()
     return hidden_states + layer.self_attn.o_proj((mixed * gate.sigmoid()).flatten(-2))
 
 
 def _feed_forward(layer: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    refuse_uncompiled()
     output = layer.mlp(layer.post_attention_layernorm(hidden_states))
     return hidden_states + (output[0] if isinstance(output, tuple) else output)

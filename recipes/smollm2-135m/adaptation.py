@@ -50,10 +50,13 @@ class AdaptationArguments:
     general: str = field(metadata={"help": "Chats that the target answered, to train the first drafter on."})
     general_eval: str = field(metadata={"help": "Other chats that it answered greedily, to measure on."})
     output_dir: str = field(default="outputs/adaptation", metadata={"help": "Folder of drafters and results."})
+    general_drafter: str | None = field(
+        default=None, metadata={"help": "Drafter of an earlier call to adapt, in place of a new one of general."}
+    )
     num_general: int = field(default=6000, metadata={"help": "Chats of general."})
     num_general_eval: int = field(default=200, metadata={"help": "Chats of general_eval."})
     num_prompts: int | None = field(default=None, metadata={"help": "Code prompts of each split; all if unset."})
-    replay: int = field(default=300, metadata={"help": "General chats among the code answers."})
+    replay: int = field(default=900, metadata={"help": "General chats among the code answers."})
     max_new_tokens: int = field(default=192, metadata={"help": "Tokens of a code answer."})
     num_layers: int = field(default=3, metadata={"help": "Layers of the drafter."})
     num_taps: int = field(default=5, metadata={"help": "Target layers that it reads."})
@@ -61,7 +64,7 @@ class AdaptationArguments:
     mask_token_id: int = field(default=15, metadata={"help": "Token id of a slot to be drafted."})
     base_epochs: float = field(default=3.0, metadata={"help": "Passes over the general chats."})
     base_minutes: float | None = field(default=None, metadata={"help": "After which the first drafter is done."})
-    epochs: float = field(default=6.0, metadata={"help": "Passes over the adaptation's documents."})
+    epochs: float = field(default=4.0, metadata={"help": "Passes over the adaptation's documents."})
     lora_rank: int = field(default=32, metadata={"help": "Rank of the adapter."})
     lora_rates: list[float] = field(
         default_factory=lambda: [1e-3, 3e-3, 3e-4], metadata={"help": "Tried for the adapter, in this order."}
@@ -71,7 +74,7 @@ class AdaptationArguments:
     )
     row_length: int = field(default=1024, metadata={"help": "Tokens of a packed row."})
     rows_per_step: int = field(default=16, metadata={"help": "Rows of a step of the first drafter."})
-    adapted_rows_per_step: int = field(default=4, metadata={"help": "Rows of a step of an adaptation."})
+    adapted_rows_per_step: int = field(default=8, metadata={"help": "Rows of a step of an adaptation."})
     bf16: bool = field(default=True, metadata={"help": "Autocast; a GPU's."})
     seed: int = field(default=0, metadata={"help": "Of weights, order and anchors."})
 
@@ -82,12 +85,13 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     study = Study(arguments)
     results: dict[str, Any] = {"settings": vars(arguments), "hardware": study.hardware, "adapter": [], "whole": []}
-    results["setup_seconds"], results["general"] = study.setup_seconds, study.train_first(folder / "general")
+    results["setup_seconds"], base = study.setup_seconds, Path(arguments.general_drafter or folder / "general")
+    results["general"] = study.measure(base) if arguments.general_drafter else study.train_first(base)
     write(folder, results)
     for rates in zip_longest(arguments.lora_rates, arguments.whole_rates):
         for kind, rate in zip(KINDS, rates, strict=True):
             if rate is not None:
-                results[kind].append(study.adapt(folder / "general", kind, rate))
+                results[kind].append(study.adapt(base, kind, rate))
                 write(folder, results)
     report(results)
 
@@ -195,6 +199,12 @@ class Study:
         result = timed(trainer, before)
         trainer.save_model()
         return result | {"acceptance_length": self.measured(trainer)}
+
+    def measure(self, base: Path) -> dict[str, Any]:
+        """A drafter that is there already."""
+        drafter, folder = DFlashDraftModel.from_pretrained(base), Path(self.arguments.output_dir) / "general"
+        trainer = self.trainer(drafter, folder, self.general, self.arguments.rows_per_step)
+        return {"acceptance_length": self.measured(trainer)}
 
     def adapt(self, base: Path, kind: str, rate: float) -> dict[str, Any]:
         """The drafter adapted to code, by an adapter or whole; with an error where the rate is too high to train."""

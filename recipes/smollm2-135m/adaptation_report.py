@@ -40,7 +40,9 @@ def report(results: dict[str, Any]) -> None:
             print(f"| {name} | {run['learning_rate']} | {run['error']} |")
             continue
         lengths = " | ".join(f"{run['acceptance_length'][k]:.3f}" for k in ("general", "code_validation", "code_test"))
-        cost = f"{run['seconds']:.1f} | {run['seconds_per_step']:.3f} | {run['peak_gb']:.2f} | {run['kept_gb']:.3f}"
+        # Those of a drafter that was there already are unknown.
+        figures = (("seconds", ".1f"), ("seconds_per_step", ".3f"), ("peak_gb", ".2f"), ("kept_gb", ".3f"))
+        cost = " | ".join(format(run[figure], form) if figure in run else "" for figure, form in figures)
         print(
             f"| {name} | {run.get('learning_rate', '')} | {lengths} | {run.get('trained_parameters', '')} | {cost} |"
         )

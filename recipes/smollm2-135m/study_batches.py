@@ -71,9 +71,18 @@ class Batches:
         device = self.features.context.device
         missing = [step for step in range(num_steps) if step not in self._made]
         # Forked, since the documents and their states are in this process; no worker touches the device.
-        forked = {"num_workers": WORKERS, "multiprocessing_context": "fork"} if device.type == "cuda" else {}
-        loader = DataLoader(_Collated(self), batch_size=None, sampler=missing, **forked)  # type: ignore[arg-type]
-        for step, batch in zip(missing, tqdm(loader, desc="batches", unit="step", mininterval=2), strict=True):
+        on_cuda = device.type == "cuda"
+        collated: Any = _Collated(self)
+        batches: DataLoader = DataLoader(
+            collated,
+            batch_size=None,
+            sampler=missing,
+            num_workers=WORKERS if on_cuda else 0,
+            multiprocessing_context="fork" if on_cuda else None,
+            # As they are: the loader would make a tensor of every number in their lists.
+            collate_fn=lambda batch: batch,
+        )
+        for step, batch in zip(missing, tqdm(batches, desc="batches", unit="step", mininterval=2), strict=True):
             self._made[step] = on_device(batch, device)
 
     def __getitem__(self, step: int) -> dict[str, Any]:
