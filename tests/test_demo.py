@@ -108,7 +108,8 @@ def test_the_demo_plays_two_acts(folders, tmp_path):
 
 def test_the_target_answers_and_runs_over_each_chat_once(demo, monkeypatch, folders, tmp_path):
     computed, answered, played = [], [], []
-    all_hidden_states, plain_answers = FrozenTarget.all_hidden_states, demo.plain_answers
+    stage = importlib.import_module("demo_stage")
+    all_hidden_states, plain_answers = FrozenTarget.all_hidden_states, stage.plain_answers
 
     def counted_states(self, input_ids, document_lengths=None):
         for ids, lengths in zip(input_ids, document_lengths, strict=True):
@@ -120,7 +121,7 @@ def test_the_target_answers_and_runs_over_each_chat_once(demo, monkeypatch, fold
         return plain_answers(target, prompts, settings)
 
     monkeypatch.setattr(FrozenTarget, "all_hidden_states", counted_states)
-    monkeypatch.setattr(demo, "plain_answers", counted_answers)
+    monkeypatch.setattr(stage, "plain_answers", counted_answers)
     monkeypatch.setattr(demo, "walked_acceptance_length", lambda *args: 1.0)
     monkeypatch.setattr(demo, "report", lambda act, *others: played.append(act))
     play(demo, monkeypatch, words(folders, tmp_path, folders / "drafter"))
@@ -160,7 +161,10 @@ def test_a_drafter_that_cannot_be_continued_is_refused_before_the_first_act(demo
 
 def test_remembered_states_are_those_of_the_target(demo, monkeypatch):
     target, taps = tiny.llama_target(num_layers=6), [1, 4]
-    plain, remembering = FrozenTarget(target, taps), demo.RememberingTarget(target, taps)
+    plain, remembering = (
+        FrozenTarget(target, taps),
+        importlib.import_module("remembering_target").RememberingTarget(target, taps),
+    )
     rows = torch.randint(0, 256, (2, 12), generator=torch.Generator().manual_seed(0))
     lengths = [[5, 4], [12]]
     expected = plain.context_hidden_states(rows, lengths)
