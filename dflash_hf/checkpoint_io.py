@@ -4,10 +4,13 @@
 This file ships with every saved drafter as remote code, so it imports only its shipped neighbours.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.utils import CONFIG_NAME
+from transformers.utils.hub import extract_commit_hash
 
 from .checkpoint_format import checkpoint_problems, problem_report
 from .checkpoint_tensors import (
@@ -52,6 +55,8 @@ def check_checkpoint(
     config = DFlashDraftConfig.from_base_config(config)
     _raise(headline, checkpoint_problems(folder, vars(config)))
     stored, _ = next(iter(read_tensor_headers(folder).values()))
+    # Which commit of the Hub it is; an adapter or another run can ask for the same one again.
+    config._commit_hash = None if folder == Path(path) else extract_commit_hash(str(folder / CONFIG_NAME), None)
     return config, getattr(torch, WEIGHT_DTYPES[stored])
 
 

@@ -40,6 +40,11 @@ def fetch_checkpoint(path_or_repo: str | Path, subfolder: str = "", **download: 
             folder = Path(snapshot_download(str(path_or_repo), allow_patterns=patterns, **download))
         except HFValidationError as error:
             raise FileNotFoundError(f"{path_or_repo} is neither a folder nor a repository id ({error}).") from error
+        except OSError as error:
+            raise OSError(
+                f"The drafter {str(path_or_repo)!r} is no folder here, and the Hub does not give it to this account. "
+                f"Check the spelling, the path, the login or the network. ({error})"
+            ) from error
     return folder / subfolder
 
 

@@ -80,12 +80,29 @@ def errors_in_one_line() -> Iterator[None]:
     """Round what reads a recipe's options, data or configurations: an error there is said without a traceback.
 
     Raises:
-        SystemExit: In place of a ValueError or OSError, with its message.
+        SystemExit: In place of a ValueError, an OSError or an ImportError, with its message.
     """
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         raise SystemExit(f"{sys.argv[0]}: error: {error}") from error
+
+
+def refuse_unused(arguments: Any, names: Iterable[str], reason: str) -> None:
+    """Refuse options that were given and would do nothing.
+
+    Args:
+        arguments: An instance of a recipe's dataclass.
+        names: Fields that have no effect unless they have their defaults.
+        reason: Why, after "has no effect".
+
+    Raises:
+        ValueError: Naming those that were given.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(arguments)}
+    given = [f"{name}={vars(arguments)[name]}" for name in names if vars(arguments)[name] != defaults[name]]
+    if given:
+        raise ValueError(f"{', '.join(given)} has no effect {reason}. Leave it out.")
 
 
 class ConfigArgumentParser(HfArgumentParser):

@@ -142,6 +142,8 @@ def speculative_decoding(
 ) -> torch.Tensor:
     """Speculative decoding inside `generate`, which reads sampling, budget and stop tokens as it always does.
 
+    transformers hands no `streamer` to a callable, so that one is given the prompt alone.
+
         target.generate(**inputs, custom_generate=speculative_decoding, drafter=drafter, max_new_tokens=64)
 
     Args:
@@ -167,8 +169,8 @@ def speculative_decoding(
         raise ValueError("generate was called without a drafter; pass drafter= beside custom_generate=.")
     max_new_tokens = generation_config.max_length - input_ids.shape[1]
     check_drafter(model, drafter)
-    check_request(model, drafter, input_ids, max_new_tokens)
     check_supported(logits_processor, stopping_criteria, generation_config, model_kwargs)
+    check_request(model, drafter, input_ids, max_new_tokens)
     sampling: Greedy | Sampling = Greedy()
     if generation_config.do_sample:
         sampling = Sampling(logits_processor, sample_drafts, generator)

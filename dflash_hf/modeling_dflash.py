@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DFlashCache
@@ -244,6 +245,9 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
             overrides = {name: kwargs.pop(name) for name in names & kwargs.keys()}
             download = {name: kwargs[name] for name in _DOWNLOAD_ARGUMENTS if kwargs.get(name) is not None}
             config, stored = check_checkpoint(path, config, overrides, download)
+            if config._commit_hash is not None:
+                # The weights of the commit that was checked, whatever is pushed meanwhile.
+                kwargs["revision"] = config._commit_hash
         dtype = stored if dtype in (None, "auto") else dtype
         loaded: Any = super().from_pretrained(
             path, *model_args, config=config, dtype=dtype, output_loading_info=True, **kwargs
@@ -265,6 +269,7 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
 
         Raises:
             ValueError: When the tensors are not exactly those of the configuration.
+            OSError: When the folder cannot be written.
         """
         if self._hf_peft_config_loaded:
             super().save_pretrained(save_directory, **kwargs)
@@ -273,7 +278,10 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         if kwargs.get("is_main_process", True):
             # An index left by an earlier, sharded save would point readers to shards that are gone.
             (Path(save_directory) / "model.safetensors.index.json").unlink(missing_ok=True)
-        PreTrainedModel.save_pretrained(exported, save_directory, **kwargs)
+        try:
+            PreTrainedModel.save_pretrained(exported, save_directory, **kwargs)
+        except SafetensorError as error:
+            raise OSError(f"The drafter cannot be written to {save_directory} ({error}): look at its disk.") from error
 
     def push_to_hub(  # type: ignore[override]
         self, repo_id: str, dtype: torch.dtype | None = torch.bfloat16, **kwargs

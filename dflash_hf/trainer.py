@@ -15,17 +15,26 @@ from .modeling_dflash import DFlashDraftModel
 from .publishing.hub_pushes import push_checkpoint, push_run, write_card
 from .publishing.model_card import CardOptions
 from .publishing.training_facts import TrainingFacts
-from .runs.checkpointing import rotate
 from .runs.guards import StepGuard
 from .runs.interrupts import Interrupts, spare_workers
 from .runs.lifecycle import begin, ended_in_order, save
 from .runs.operations import batch_operations
+from .runs.output_lock import writes_alone
 from .runs.remote_checkpoints import RemoteCheckpointCallback
 from .runs.resumed_state import DueEvaluation, own_settings
+from .runs.rotation import rotate
 from .target.frozen_target import FrozenTarget
 from .target.pairs import PairCallback, make_pair, pair_accelerator_args
 from .target.startup_times import StartupCallback
-from .training.batches import SetEpoch, check_blocks, data_seed, make_collator, pack_rows, without_repeated_rows
+from .training.batches import (
+    SetEpoch,
+    check_blocks,
+    count_tokens,
+    data_seed,
+    make_collator,
+    pack_rows,
+    without_repeated_rows,
+)
 from .training.context_noise import add_context_noise
 from .training.drafter_loss import drafter_loss
 from .training.losses import IGNORE_INDEX
@@ -158,13 +167,20 @@ class DFlashTrainer(Trainer):
 
     def get_eval_dataloader(self, eval_dataset=None):
         """The parent's dataloader; data given to `evaluate` may be chats or documents, as in the constructor."""
-        if eval_dataset is not None and not isinstance(eval_dataset, str):
-            eval_dataset = self._pack(eval_dataset)
-        return spare_workers(super().get_eval_dataloader(eval_dataset))
+        if eval_dataset is None or isinstance(eval_dataset, str) or eval_dataset is self.eval_dataset:
+            return spare_workers(super().get_eval_dataloader(eval_dataset))  # type: ignore[arg-type]
+        # The parent keeps dataloaders with persistent workers by name alone, and gives that of the trainer's own data.
+        return self.get_test_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset):
         """The parent's dataloader; data given to `predict` may be chats or documents, as in the constructor."""
-        return super().get_test_dataloader(self._pack(test_dataset))  # type: ignore[arg-type]
+        persistent = self.args.dataloader_persistent_workers
+        # It is used once, and accelerate would keep it, with its workers, as long as the trainer.
+        self.args.dataloader_persistent_workers = False
+        try:
+            return spare_workers(super().get_test_dataloader(self._pack(test_dataset)))  # type: ignore[arg-type]
+        finally:
+            self.args.dataloader_persistent_workers = persistent
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """Collect the micro-batches of one optimizer step and what the step's loss is divided by, over all ranks."""
@@ -236,6 +252,11 @@ class DFlashTrainer(Trainer):
         self._trained.end_step(self._guard.judge(grad_norm, self.state.global_step + 1))
         return grad_norm
 
+    def _track_num_input_tokens(self, inputs):
+        # The parent looks for what the drafter's forward takes, which no batch holds yet.
+        counted = str(self.args.include_num_input_tokens_seen)
+        self.state.num_input_tokens_seen += count_tokens(inputs, counted, self.args.device, self._reduce)
+
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Floating-point operations of the drafter on a batch, forward and backward, as the plan counts them."""
         head_weights = self.head.vocab_size * self._drafter_config.hidden_size
@@ -287,14 +308,15 @@ class DFlashTrainer(Trainer):
 
     # The run and its checkpoints
 
+    @writes_alone
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         """The parent's training, which a signal ends with a checkpoint and status 75.
 
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*):
                 A checkpoint, its fsspec address (or that of a folder of them), or True for the newest complete one of
-                `output_dir` and `remote_checkpoint_dir`. One of another drafter, target, tokenizer or data set is
-                refused.
+                `output_dir` and `remote_checkpoint_dir`; by default what the arguments say. One of another drafter,
+                target, tokenizer or data set is refused.
             *args: Further arguments of [`~transformers.Trainer.train`].
             **kwargs: The same.
 

@@ -13,6 +13,8 @@ from .target.feature_transfer import FEATURE_COPIES
 from .target.topology import LAYOUTS, check_world_size
 from .training.argument_checks import check_values, refuse_options
 from .training.objectives import OBJECTIVES
+from .training.refused_options import check_before
+from .training.trainer_arguments import check_effects
 
 
 @dataclass
@@ -194,13 +196,17 @@ class DFlashTrainingArguments(TrainingArguments):
         # The parent checks a GPU's types before it hears that accelerate was told to keep to the CPU, and where there
         # is none at all, ranks would each train alone.
         told = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-        self.use_cpu = self.use_cpu or told or not torch.accelerator.is_available()
+        self.use_cpu = self.use_cpu or told
+        self.cpu_for_want_of_gpu = not self.use_cpu and not torch.accelerator.is_available()
+        self.use_cpu = self.use_cpu or self.cpu_for_want_of_gpu
+        check_before(self)
         super().__post_init__()
         if self.device.type == "cpu":
             # Pinned memory speeds up copies to an accelerator; without one, torch warns at every dataloader.
             self.dataloader_pin_memory = False
         check_values(self)
         refuse_options(self)
+        check_effects(self)
         check_world_size(self.world_size)
         if self.remote_checkpoint_dir is not None:
             check_address(self.remote_checkpoint_dir)

@@ -19,13 +19,14 @@ from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
-from dflash_hf.cli import errors_in_one_line, parse_config
+from dflash_hf.cli import errors_in_one_line, parse_config, refuse_unused
 from dflash_hf.data.loading import load_documents
 from dflash_hf.data.manifest import read_manifest
 from dflash_hf.publishing.training_facts import FACTS_NAME
 from dflash_hf.runs.launching import end_together
-from dflash_hf.training.drafter_adapters import lora_config
+from dflash_hf.target.loading import read_eos_token_ids
 from dflash_hf.training.partial_training import plain_drafter
+from dflash_hf.training.refused_options import check_scripted
 
 
 CONFIG = Path(__file__).resolve().parent / "adapt.yaml"
@@ -50,6 +51,10 @@ def main() -> None:
     adapt, args = parse_config(
         (AdaptArguments, DFlashTrainingArguments), default_config=CONFIG, description=__doc__.split("\n")[0]
     )
+    with errors_in_one_line():
+        check_scripted(args, adapt.eval_documents is not None or read_manifest(adapt.documents) is not None)
+        if args.trainable_modules is not None or adapt.lora_rank == 0:
+            refuse_unused(adapt, ("lora_alpha", "lora_modules"), "without an adapter")
     set_seed(args.seed)
     with end_together():
         run(adapt, args)
@@ -61,10 +66,13 @@ def run(adapt: AdaptArguments, args: DFlashTrainingArguments) -> None:
         drafter = DFlashDraftModel.from_pretrained(adapt.drafter)
         tokenizer = AutoTokenizer.from_pretrained(adapt.target)
         train_documents, eval_documents = read_documents(adapt, args, tokenizer)
-    peft_config = None
-    if adapt.lora_rank and args.trainable_modules is None:
-        modules = {"target_modules": adapt.lora_modules} if adapt.lora_modules else {}
-        peft_config = lora_config(adapt.lora_rank, adapt.lora_alpha, **modules)
+        peft_config = None
+        if adapt.lora_rank and args.trainable_modules is None:
+            # Needs peft, which training the drafter itself does not.
+            from dflash_hf.training.drafter_adapters import lora_config
+
+            modules = {"target_modules": adapt.lora_modules} if adapt.lora_modules else {}
+            peft_config = lora_config(adapt.lora_rank, adapt.lora_alpha, **modules)
     trainer = DFlashTrainer(
         drafter,
         adapt.target,
@@ -75,8 +83,7 @@ def run(adapt: AdaptArguments, args: DFlashTrainingArguments) -> None:
         peft_config=peft_config,
     )
     before = trainer.evaluate() if eval_documents is not None else None
-    resume = {"true": True, "false": None}.get(str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint)
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train()
     trainer.save_model()
     after = trainer.evaluate() if eval_documents is not None else None
     if args.process_index == 0:
@@ -88,16 +95,26 @@ def read_documents(
     adapt: AdaptArguments, args: DFlashTrainingArguments, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Dataset, Dataset | None]:
     """Documents to train on and to evaluate on."""
+    eos_ids = read_eos_token_ids(adapt.target)
+
+    def documents(address: str, split: str = "train") -> Dataset:
+        return load_documents(
+            address,
+            tokenizer,
+            split,
+            allow_other_template=args.allow_other_template,
+            max_length=args.max_length or args.row_length,
+            enable_thinking=args.enable_thinking,
+            eos_token_ids=eos_ids,
+        )
+
     manifest = read_manifest(adapt.documents)
-    length = {} if manifest else {"max_length": args.max_length or args.row_length}
-    train_documents = load_documents(adapt.documents, tokenizer, **length)
     if adapt.eval_documents is not None:
-        length = {} if read_manifest(adapt.eval_documents) else {"max_length": args.max_length or args.row_length}
-        return train_documents, load_documents(adapt.eval_documents, tokenizer, **length)
+        return documents(adapt.documents), documents(adapt.eval_documents)
     if manifest and manifest["documents"].get("eval"):
-        return train_documents, load_documents(adapt.documents, tokenizer, "eval")
+        return documents(adapt.documents), documents(adapt.documents, "eval")
     print("There is no evaluation split (tokenize_completions.py --eval_fraction): nothing is measured here.")
-    return train_documents, None
+    return documents(adapt.documents), None
 
 
 def save_merged(trainer: DFlashTrainer, folder: Path) -> None:

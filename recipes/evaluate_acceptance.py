@@ -5,8 +5,9 @@
     python recipes/evaluate_acceptance.py --server http://HOST:8000 --prompts prompts.jsonl
 
 Prompts are JSON lines of {"prompt": "..."} or {"messages": [...]}, with an optional "source" and "language" for the
-tables. Results go to `output_dir`: results.json, results.md and acceptance.png. They are written after each drafter or
-server, and with what is measured so far when the run is interrupted or fails.
+tables, and "tools" and "chat_template_kwargs" as in training data. Results go to `output_dir`: results.json,
+results.md and acceptance.png. They are written every minute, after each drafter or server, and with what is measured
+so far when the run is interrupted or fails.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,24 +27,35 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 import dflash_hf
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.acceptance import (
     AcceptanceReport,
     DecodingSettings,
-    PlainAnswer,
     measure_acceptance,
     plain_answers,
     walked_acceptance_length,
 )
-from dflash_hf.cli import parse_config
+from dflash_hf.cli import parse_config, refuse_unused
 from dflash_hf.decoding.prompts import PRESETS, EvaluationPrompt, preset_prompts, prompt_token_ids, read_prompts
 from dflash_hf.decoding.report_files import DEFINITION, markdown, plot_reports, plot_servers, server_markdown
 from dflash_hf.decoding.sampling import Sampling
 from dflash_hf.decoding.serving import Server, ServerError, ServerReport, measure_server, plain_tokens_per_second
+from dflash_hf.one_writer import only_writer
+from dflash_hf.runs.resuming import check_writable
 from dflash_hf.target.checks import check_fits
+from dflash_hf.target.head import COMPUTE_TYPES
+from dflash_hf.target.loading import load_model
+
+
+# Seconds after which what is measured so far is written once more.
+WRITE_EVERY = 60.0
+
+
+OF_DECODING_HERE = ("target", "drafters", "sample_drafts", "dtype", "device", "check_walk", "use_cache")
+OF_SERVERS = ("model", "plain_server", "concurrency", "timeout")
 
 
 @dataclass
@@ -92,18 +104,43 @@ class EvaluationArguments:
         for name, values in (("drafters", self.drafters), ("server", self.server), ("presets", self.presets)):
             if len(set(values or [])) < len(values or []):
                 raise ValueError(f"{name} names one twice: {' '.join(values or [])}.")
-        if self.dtype != "auto" and not isinstance(vars(torch).get(self.dtype), torch.dtype):
+        if self.dtype != "auto" and vars(torch).get(self.dtype) not in COMPUTE_TYPES:
             raise ValueError(f"dtype is {self.dtype!r}; expected auto, bfloat16, float16 or float32.")
-        if self.device is not None and self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise ValueError(f"device is {self.device}, but torch finds no GPU; leave it out to run on the CPU.")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed}; expected a number from 0 on, below 2**63.")
+        check_device(self.device)
         if importlib.util.find_spec("matplotlib") is None:
             raise ValueError("The plots need matplotlib: `pip install 'dflash_hf[evaluation]'`.")
+        if self.server:
+            refuse_unused(self, OF_DECODING_HERE, "on a server, which is asked as it was started")
+        else:
+            refuse_unused(self, OF_SERVERS, "on decoding here, without a server")
+        if self.temperature == 0:
+            refuse_unused(self, ("top_p", "top_k", "sample_drafts"), "at temperature 0, which takes the best token")
+
+
+def check_device(name: str | None) -> None:
+    """Refuse a device that is not here.
+
+    Raises:
+        ValueError: Naming it.
+    """
+    if name is not None and name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device is {name}, but torch finds no GPU; leave it out to run on the CPU.")
+    try:
+        torch.zeros(1, device=name).item()
+    # Whatever torch says of a device that it does not know, has not, or that computes nothing.
+    except RuntimeError as error:
+        raise ValueError(f"device is {name}, which cannot be used ({error}); leave it out, or give cpu.") from error
 
 
 def main() -> None:
     args = parse_config((EvaluationArguments,), description=__doc__.split("\n")[0])[0]
-    results = Results(args)
+    results, alone = Results(args), ExitStack()
     try:
+        with refusing():
+            check_writable(Path(args.output_dir))
+            alone.enter_context(only_writer(args.output_dir, "output_dir"))
         results.prompts = find_prompts(args)
         if args.server:
             measure_servers(args, results)
@@ -113,8 +150,22 @@ def main() -> None:
     except (ServerError, RefusedRun) as error:
         raise SystemExit(f"{sys.argv[0]}: error: {error}") from error.__cause__
     finally:
+        finish(results)
+        alone.close()
+
+
+def finish(results: "Results") -> None:
+    """Show and write what was measured."""
+    if not results.reports and not results.servers:
+        return
+    # Shown first: a disk that is full by now must not take it along.
+    print(f"\n{results.table()}")
+    try:
         results.write()
-    print(f"\n{results.table()}\nresults.json, results.md and acceptance.png are in {args.output_dir}.")
+    except OSError as error:
+        folder = results.args.output_dir
+        raise SystemExit(f"{sys.argv[0]}: error: the results could not be written to {folder} ({error})") from error
+    print(f"results.json, results.md and acceptance.png are in {results.args.output_dir}.")
 
 
 class RefusedRun(Exception):
@@ -126,7 +177,7 @@ def refusing() -> Iterator[None]:
     """Errors about what was given, as distinct from faults."""
     try:
         yield
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, FloatingPointError) as error:
         raise RefusedRun(str(error)) from None
 
 
@@ -150,6 +201,7 @@ class Results:
     plain_tokens_per_second: float | None = None
     environment: dict[str, Any] = field(default_factory=dict)
     finished: bool = False
+    written: float = field(default_factory=time.monotonic)
 
     def keep(self, name: str, report: AcceptanceReport) -> None:
         """Keep a report so far, with where its prompts are from."""
@@ -158,6 +210,22 @@ class Results:
             for answer, prompt in zip(report.prompts, self.prompts, strict=False)
         ]
         self.reports[name] = replace(report, prompts=answers)
+        self.write_now_and_then()
+
+    def keep_server(self, url: str, report: ServerReport) -> None:
+        """Keep a server's report so far."""
+        self.servers[url] = report
+        self.write_now_and_then()
+
+    def write_now_and_then(self) -> None:
+        """Write what a kill, which nothing can be done about, would lose."""
+        if time.monotonic() - self.written > WRITE_EVERY:
+            try:
+                self.write()
+            except OSError as error:
+                # There may be room by the end.
+                self.written = time.monotonic()
+                print(f"What is measured so far could not be written: {error}", file=sys.stderr)
 
     def table(self) -> str:
         """The results in Markdown."""
@@ -168,9 +236,7 @@ class Results:
         return text if self.finished else f"The run did not finish: some prompts are missing.\n\n{text}"
 
     def write(self) -> None:
-        """Write everything, if there is anything."""
-        if not self.reports and not self.servers:
-            return
+        """Write everything."""
         folder = Path(self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         settings = settings_of(self.args) | self.environment
@@ -188,6 +254,7 @@ class Results:
             plot_servers(self.servers, folder / "acceptance.png")
         else:
             plot_reports(self.reports, folder / "acceptance.png")
+        self.written = time.monotonic()
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -215,7 +282,8 @@ def evaluate(args: EvaluationArguments, results: Results) -> None:
         args.seed,
         args.use_cache,
     )
-    hardware = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else platform.processor()
+    cpu = f"CPU ({platform.processor() or platform.machine()}), {torch.get_num_threads()} threads"
+    hardware = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else cpu
     shapes: dict[str, Any] = {}
     results.environment = {
         "device": str(target.device),
@@ -225,14 +293,19 @@ def evaluate(args: EvaluationArguments, results: Results) -> None:
         "drafter_shapes": shapes,
     }
     warm_up = replace(settings, max_new_tokens=min(64, args.max_new_tokens))
-    plain: list[PlainAnswer] = []
+    # What is wrong with any of them shows before hours are spent on the others.
     for name in configs:
+        print(f"Decoding with {name}", file=sys.stderr)
         with refusing():
             drafter = load_drafter(name, target)
-            measure_acceptance(target, drafter, ids[:1], check_lossless=False, progress=False, settings=warm_up)
-        if not plain:
-            plain_answers(target, ids[:1], warm_up, progress=False)
-            plain = plain_answers(target, ids, settings)
+            try:
+                measure_acceptance(target, drafter, ids[:1], check_lossless=False, progress=False, settings=warm_up)
+            except FloatingPointError as error:
+                raise FloatingPointError(f"With {name}: {error}") from error
+    plain_answers(target, ids[:1], warm_up, progress=False)
+    plain = plain_answers(target, ids, settings)
+    for name in configs:
+        drafter = load_drafter(name, target)
         shapes[name] = {"parameters": drafter.num_parameters(), "block_size": drafter.config.block_size}
         keep = partial(results.keep, name)
         report = measure_acceptance(target, drafter, ids, settings=settings, plain=plain, keep=keep)
@@ -246,7 +319,8 @@ def load_target(args: EvaluationArguments, prompts: list[EvaluationPrompt]) -> t
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     ids = prompt_token_ids(prompts, tokenizer, args.enable_thinking)
-    return AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(device).eval(), ids
+    model: Any = load_model(str(args.target), None, {"dtype": args.dtype})
+    return model.to(device).eval(), ids
 
 
 def measure_servers(args: EvaluationArguments, results: Results) -> None:
@@ -258,7 +332,7 @@ def measure_servers(args: EvaluationArguments, results: Results) -> None:
         plain_server = Server(args.plain_server, args.timeout, speculates=False, model=args.model)
         results.plain_tokens_per_second = plain_tokens_per_second(plain_server, prompts, settings, args.concurrency)
     for url, server in servers.items():
-        keep = partial(results.servers.__setitem__, url)
+        keep = partial(results.keep_server, url)
         measure_server(server, prompts, settings, args.concurrency, keep=keep)
         results.write()
 
@@ -324,7 +398,12 @@ def settings_of(args: EvaluationArguments) -> dict[str, Any]:
     return dataclasses.asdict(args) | {"versions": versions, "time": when}
 
 
+def end_in_order(*_: Any) -> None:
+    """End with what is measured so far; a scheduler may send its signal twice, and the second must not end that."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(143)
+
+
 if __name__ == "__main__":
-    # Ended from outside, it also writes what it has.
-    signal.signal(signal.SIGTERM, lambda *args: sys.exit(143))
+    signal.signal(signal.SIGTERM, end_in_order)
     main()

@@ -19,27 +19,29 @@ OUTPUT.settings.json. Where prompts stay unanswered, they are named and the exit
 import hashlib
 import json
 import logging
+import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TextIO
 
 import torch
 from tqdm import tqdm
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
-    HfArgumentParser,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
+from dflash_hf.cli import parse_config, refuse_unused
 from dflash_hf.data.chat_rows import TOKEN_ID_KEYS
 from dflash_hf.decoding.completion_client import AnswerError, CompletionServer
-from dflash_hf.target.loading import eos_token_ids
+from dflash_hf.one_writer import only_writer
+from dflash_hf.target.loading import eos_token_ids, load_model
 
 
 logger = logging.getLogger(__name__)
@@ -84,6 +86,12 @@ class CompletionArguments:
             )
         if self.server is not None:
             CompletionServer(self.server)  # refuses an address that cannot be asked
+            refuse_unused(self, ("batch_size", "device", "dtype"), "on a server, which is asked as it was started")
+        else:
+            names = ("concurrency", "timeout", "retries", "return_token_ids")
+            refuse_unused(self, names, "on answers generated here, without a server")
+        if self.temperature == 0:
+            refuse_unused(self, ("top_p",), "at temperature 0, which takes the best token")
         if Path(self.output).resolve() == Path(self.prompts).resolve():
             raise ValueError(f"output is the prompts' own file, {self.prompts}; name another one.")
 
@@ -217,16 +225,18 @@ def check_settings(arguments: CompletionArguments) -> None:
         )
 
 
-def open_output(arguments: CompletionArguments):
-    """The output, to append to, with its settings written beside it."""
+@contextmanager
+def open_output(arguments: CompletionArguments) -> Iterator[TextIO]:
+    """The output, to append to, which no other run does meanwhile, with its settings written beside it."""
     output = Path(arguments.output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    settings = json.dumps(settings_of(arguments), indent=1) + "\n"
-    path = Path(arguments.output + ".settings.json")
-    aside = path.with_name(path.name + ".aside")
-    aside.write_text(settings, encoding="utf-8")
-    aside.replace(path)
-    return output.open("a", encoding="utf-8")
+    with output.open("a", encoding="utf-8") as file, only_writer(output, "output"):
+        settings = json.dumps(settings_of(arguments), indent=1) + "\n"
+        path = Path(arguments.output + ".settings.json")
+        aside = path.with_name(path.name + ".aside")
+        aside.write_text(settings, encoding="utf-8")
+        aside.replace(path)
+        yield file
 
 
 def to_line(row: dict) -> str:
@@ -241,7 +251,7 @@ def load_target(arguments: CompletionArguments) -> tuple[PreTrainedModel, PreTra
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-        model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=arguments.dtype)
+        model = load_model(arguments.target, None, {"dtype": arguments.dtype})
     except OSError as error:
         raise FileNotFoundError(
             f"target {arguments.target!r} cannot be loaded: expected a folder with a model and its tokenizer, or the "
@@ -444,11 +454,18 @@ def main(arguments: CompletionArguments) -> int:
     return 1 if counts["unanswered"] else 0
 
 
+def end(text: str) -> NoReturn:
+    """End the process with status 1, and with it threads that still wait for a server: that may take half an hour."""
+    sys.stdout.flush()
+    print(text, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
 if __name__ == "__main__":
     logging.basicConfig()
     try:
-        sys.exit(main(HfArgumentParser(CompletionArguments).parse_args_into_dataclasses()[0]))
+        sys.exit(main(parse_config(CompletionArguments, description=__doc__.split("\n")[0])[0]))
     except (ValueError, OSError, AnswerError) as error:
-        sys.exit(f"error: {error}")
+        end(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit("interrupted: what is answered stays, and the same command goes on")
+        end("interrupted: what is answered stays, and the same command goes on")

@@ -7,15 +7,14 @@
 The access token comes from HF_TOKEN or `hf auth login`. A push that broke off is resumed by the same command.
 """
 
-import json
 import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli import parse_config
+from dflash_hf.publishing.card_results import load_results
 from dflash_hf.publishing.model_card import CardOptions
 from dflash_hf.publishing.repository import PLOT_NAME, Publication, build_repository
 from dflash_hf.publishing.sending import PublishError, publish, recorded_results
@@ -56,7 +55,9 @@ def main() -> None:
             publication = build(args, Path(args.output_dir or temporary))
             print(publication)
             if args.dry_run:
-                print(f"\n{(publication.folder / 'README.md').read_text()}\nNothing was sent (dry_run).")
+                print(
+                    f"\n{(publication.folder / 'README.md').read_text(encoding='utf-8')}\nNothing was sent (dry_run)."
+                )
                 return
             url = publish(
                 publication,
@@ -66,7 +67,7 @@ def main() -> None:
                 tag=args.tag,
                 keep_card=args.keep_card,
             )
-        except (ValueError, OSError, PublishError) as error:
+        except (ValueError, OSError, ImportError, PublishError) as error:
             raise SystemExit(f"{sys.argv[0]}: error: {error}") from None
     print(f"Published: {url}")
 
@@ -74,7 +75,10 @@ def main() -> None:
 def build(args: PublishArguments, folder: Path) -> Publication:
     """All files of the repository."""
     source = Path(args.drafter)
-    results: dict[str, Any] | None = json.loads(Path(args.results).read_text()) if args.results else None
+    if args.results is None:
+        results = recorded_results(source, args.results_drafter)
+    else:
+        results = load_results(Path(args.results), args.results_drafter)
     plots = [Path(plot) for plot in args.plots or []]
     if args.plots is None:
         plots = [path for path in sorted(source.glob("*.png")) if path.name != PLOT_NAME]
@@ -89,7 +93,7 @@ def build(args: PublishArguments, folder: Path) -> Publication:
         folder,
         args.repo_id,
         facts=read_facts(source),
-        results=recorded_results(source) if results is None else results,
+        results=results,
         results_drafter=args.results_drafter,
         plots=plots,
         options=options,

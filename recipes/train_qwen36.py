@@ -24,7 +24,7 @@ from dflash_hf import (
     DFlashTrainingArguments,
     load_documents,
 )
-from dflash_hf.cli import errors_in_one_line, parse_config
+from dflash_hf.cli import errors_in_one_line, parse_config, refuse_unused
 from dflash_hf.data.addresses import is_remote
 from dflash_hf.data.manifest import read_manifest
 from dflash_hf.runs.launching import end_together
@@ -39,6 +39,7 @@ from dflash_hf.target.synthetic import random_target, read_target_config, synthe
 from dflash_hf.target.topology import planned_placements
 from dflash_hf.training.adapting import adapt
 from dflash_hf.training.objectives import compares_distributions
+from dflash_hf.training.refused_options import check_scripted
 
 
 CONFIG = Path(__file__).resolve().parent / "qwen3.6-27b" / "config.yaml"
@@ -96,6 +97,7 @@ def main() -> None:
     )
     with errors_in_one_line():
         check_sources(recipe)
+        check_scripted(args, recipe.eval_completions is not None)
         resumed_checkpoint(args)
         check_shape(recipe)
         if planned_gpus(recipe) is None:
@@ -129,6 +131,14 @@ def check_sources(recipe: RecipeArguments) -> None:
             "random_target_config has no tokenizer for completions, and nothing is learned from random weights. Give "
             "--num_synthetic_documents N with it, or leave it out."
         )
+    if not recipe.num_synthetic_documents:
+        refuse_unused(recipe, ("synthetic_length",), "without num_synthetic_documents")
+    else:
+        refuse_unused(recipe, ("eval_completions",), "beside synthetic documents")
+    if recipe.dry_run and recipe.preflight:
+        raise ValueError("dry_run loads nothing and preflight loads everything: give one of them.")
+    if not recipe.preflight:
+        refuse_unused(recipe, ("preflight_upload_to",), "without preflight")
 
 
 def check_exists(name: str, given: str | None) -> None:

@@ -283,6 +283,7 @@ def test_the_bar_shows_tokens_per_second(capsys):
         ([], 5, "There is no prompt"),
         ([PROMPT, []], 5, r"Prompt 1 has the shape \[0\]"),
         ([torch.zeros(2, 4)], 5, r"Prompt 0 has the shape \[2, 4\]"),
+        ([[1.5, 2.0]], 5, r"Prompt 0 has the shape \[2\] and the type torch.float32; expected token ids"),
         ([[3, 272]], 5, "Prompt 0 holds the ids 3 to 272.*272 rows.*another tokenizer"),
         ([[-1]], 5, "Prompt 0 holds the ids -1"),
         ([PROMPT], 1, "max_new_tokens is 1; expected at least 2"),

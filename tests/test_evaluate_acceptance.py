@@ -100,6 +100,8 @@ def test_several_drafters_side_by_side(run, folders, prompt_file):
     assert settings["temperature"] == 0.0 and settings["versions"]["torch"] == torch.__version__
     assert settings["versions"]["dflash_hf"] == dflash_hf.__version__
     assert settings["device"] == "cpu" and settings["target_dtype"] == "torch.float32"
+    # A speed-up says nothing without it.
+    assert settings["hardware"].startswith("CPU (") and settings["hardware"].endswith("threads")
     assert table.split("\nSettings:")[0] in printed + "\n"
 
 
@@ -122,7 +124,7 @@ def test_a_server_is_reported_alike(run, start, prompt_file, monkeypatch):  # no
     (engine, url), (_, plain) = start("vllm"), start("sglang", plain=True)
     results, table, _ = run(
         "--server", url, "--plain_server", plain, "--prompts", prompt_file, "--max_new_tokens", 20, "--top_k", 5,
-        "--enable_thinking", "true",
+        "--temperature", 0.7, "--enable_thinking", "true",
     )  # fmt: skip
     (report,) = results["servers"].values()
     assert report["acceptance_length"] == 3.0 and report["num_prompts"] == 3 and len(report["answers"]) == 3
@@ -153,7 +155,11 @@ def test_a_server_is_reported_alike(run, start, prompt_file, monkeypatch):  # no
         ([*ASKING, "--temperature", "-1"], "expected temperature >= 0"),
         ([*ASKING, "--server", "u", "u"], "server names one twice: u u"),
         ([*ASKING, "--dtype", "float17"], "dtype is 'float17'; expected auto"),
+        ([*ASKING, "--dtype", "float8_e4m3fn"], "dtype is 'float8_e4m3fn'; expected auto"),
         ([*ASKING, "--device", "cuda:0"], "torch finds no GPU"),
+        ([*ASKING, "--device", "banana"], "device is banana, which cannot be used"),
+        ([*ASKING, "--device", "meta"], "device is meta, which cannot be used"),
+        ([*ASKING, "--seed", "99999999999999999999"], "seed is 99999999999999999999; expected"),
     ],
 )
 def test_what_cannot_be_run_is_refused(run, words, message, capsys):
@@ -272,10 +278,21 @@ def test_the_readme_commands_are_understood(run):
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "no text to be answered"),
         ("\n", "holds no prompts"),
         ('{"messages": "Hi"}', 'expected messages of a "role" and a "content"'),
-        ('{"messages": ["Hi"]}', 'expected messages of a "role" and a "content"'),
-        ('{"messages": [{"content": "Hi"}]}', 'expected messages of a "role" and a "content"'),
-        ('{"messages": [{"role": "user", "content": 5}]}', 'expected messages of a "role" and a "content"'),
-        ('{"prompt": 5}', 'expected messages of a "role" and a "content"'),
+        ('{"messages": ["Hi"]}', "message 0 must be a dict with a string `role`"),
+        ('{"messages": [{"content": "Hi"}]}', "message 0 must be a dict with a string `role`"),
+        ('{"messages": [{"role": "usr", "content": "Hi"}]}', "message 0 has the role 'usr', expected one of"),
+        ('{"messages": [{"role": "user", "content": 5}]}', "`content` must be a string or a list of parts, got int"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "a part of the type 'image_url'"),
+        ('{"prompt": 5}', "`content` must be a string or a list of parts, got int"),
+        ('{"prompt": " "}', "no text to be answered"),
+        ('{"prompt": "\\ud800"}', "line 1 holds text that is no valid Unicode"),
+        ('{"prompt": "a", "source": "\\ud800"}', "line 1 holds text that is no valid Unicode"),
+        ("[" * 100_000, "line 1 is nested too deeply"),
+        ('{"prompt": "a", "tools": "x"}', "`tools` is a string but not JSON"),
+        (
+            '{"prompt": "a", "chat_template_kwargs": {"tokenize": false}}',
+            "only variables of the template may be given",
+        ),
         ('{"prompt": ""}', "no text to be answered"),
         ('{"messages": []}', "no text to be answered"),
         ('{"prompt": "a", "source": 7}', "expected a text as source, got 7"),

@@ -11,16 +11,30 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.repocard_data import model_index_to_eval_results
 from tiny import MASK_TOKEN_ID, byte_tokenizer, llama_target
 
-from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainingArguments
+from dflash_hf import (
+    DFlashDraftConfig,
+    DFlashDraftModel,
+    DFlashTrainingArguments,
+    PackedDataset,
+    TokenizeOptions,
+    tokenize_files,
+)
+from dflash_hf.data.manifest import open_documents
 from dflash_hf.publishing.card_results import read_results
 from dflash_hf.publishing.card_sections import python_example
 from dflash_hf.publishing.model_card import CardOptions, model_card
-from dflash_hf.publishing.training_facts import RECIPE_ARGUMENTS, _supervised_tokens, differing_arguments, hub_id
+from dflash_hf.publishing.training_facts import (
+    RECIPE_ARGUMENTS,
+    _data,
+    _supervised_tokens,
+    differing_arguments,
+    hub_id,
+)
 from dflash_hf.validation.checkpoint import Checkpoint
 from dflash_hf.validation.reading import read_folder
 from dflash_hf.validation.validate import serving_commands
@@ -169,7 +183,7 @@ def test_a_card_tells_all_that_is_known(folders):
     for told in (
         "| humaneval | 6 | 3.50 | - | - |", "| all | 12 | 3.20 | 3.00 to 3.40 | 2.50 |", "thinking off",
         "on NVIDIA H200", "![a](a.png)", "adapted from [org/base-DFlash]", "revision `abc123`", "quanto int8",
-        "LORA of rank 16, merged", "200,000, 150,000 of them supervised", "600,000 in 3 epochs, 1,200 steps",
+        "LoRA of rank 16, merged", "200,000, 150,000 of them supervised", "600,000 in 3 epochs, 1,200 steps",
         "4.2 hours", "2 x NVIDIA H200", "`ffffffffffff`", "enable_thinking: true", "thinking on;",
         "up to 4,096 tokens",
     ):  # fmt: skip
@@ -180,10 +194,47 @@ def test_a_card_tells_all_that_is_known(folders):
     assert {e.metric_type for e in evaluations} == {"acceptance_length"}
 
 
+@pytest.mark.parametrize(
+    ("manifest", "recipe", "told"),
+    [
+        ({"thinking": False}, {}, "Thinking in that data: thinking off;"),
+        ({"thinking": "inferred"}, {}, "Thinking in that data: on where an answer holds some, else off;"),
+        ({"thinking": None}, {}, "Thinking in that data: the chat template's own default;"),
+        ({"thinking": "mixed"}, {}, "Thinking in that data: of several modes;"),
+        ({"template_hash": "f" * 64}, {}, "Thinking in that data: not recorded."),
+        (None, {}, "Thinking in that data: the chat template's own default;"),
+        (None, {"enable_thinking": False}, "Thinking in that data: thinking off;"),
+    ],
+)
+def test_dt3_a_card_tells_the_mode_that_the_documents_were_tokenised_in(folders, manifest, recipe, told):
+    facts = {**FACTS, "recipe": recipe, "data": {**FACTS["data"], "manifest": manifest}}
+    assert told in str(model_card(read_folder(folders / "drafter", "me/tiny-DFlash"), facts))
+
+
+def test_dt3_documents_bring_the_mode_that_they_were_tokenised_in(tmp_path):
+    tokenizer, chats, parts = byte_tokenizer(), tmp_path / "chats.jsonl", []
+    chats.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]}\n')
+    for number, mode in enumerate(({"enable_thinking": False}, {"infer_thinking": True})):
+        folder = tmp_path / str(number)
+        tokenize_files(chats, folder, tokenizer, TokenizeOptions(**mode), num_proc=1)
+        parts.append(open_documents(folder))
+    facts = [_data(PackedDataset(data, 512))["manifest"] for data in (*parts, concatenate_datasets(parts))]
+    assert [manifest["thinking"] for manifest in facts] == [False, "inferred", "mixed"]
+
+
+def test_a_card_tells_what_overrides_and_whose_licences_apply(folders):
+    facts = {**FACTS, "recipe": {"max_steps": 6, "num_train_epochs": 3}}
+    text = str(model_card(read_folder(folders / "drafter", "me/tiny-DFlash"), facts))
+    assert "max_steps: 6" in text and "num_train_epochs" not in text
+    assert "That of org/base-DFlash applies to the weights that it was adapted from." in text
+    assert "taken for the target's own answers" in text and "written by the target" not in text
+
+
 def test_a_card_invents_nothing(folders):
     text = str(model_card(read_folder(folders / "drafter", "me/tiny-DFlash")))
     assert "**Not yet measured.**" in text and "No record of the run" in text and "not stated one" in text
-    assert "`TARGET` is the target" in text and "base_model" not in text and "model-index" not in text
+    assert "`TARGET` is the target." in text and "base_model" not in text and "model-index" not in text
+    assert "local folder" not in text and "adapted from" not in text
     assert "None" not in text
     hybrid = {"target": {"model_type": "qwen3_5_text"}, "recipe": {}}
     text = str(model_card(read_folder(folders / "drafter", "me/tiny-DFlash"), hybrid))

@@ -264,9 +264,9 @@ def test_hb1_a_run_publishes_its_merged_adapter_and_tells_of_itself(hub, tmp_pat
     card = files["README.md"].decode()
     for told in (
         "org/target",
-        "LORA of rank 2, merged",
+        "LoRA of rank 2, merged",
         "learning_rate: 0.01",
-        "16, written by the target",
+        "16, taken for the target's own answers",
         "2 steps",
     ):
         assert told in card

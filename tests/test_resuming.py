@@ -18,7 +18,7 @@ from dflash_hf import DFlashTrainer
 from dflash_hf.data.manifest import open_documents
 from dflash_hf.data.tokenize_job import tokenize_files
 from dflash_hf.data.tokenizing import TokenizeOptions
-from dflash_hf.runs.checkpointing import MANIFEST_NAME
+from dflash_hf.runs.checkpointing import MANIFEST_NAME, make_manifest
 from dflash_hf.runs.interrupts import TrainingInterrupted
 from dflash_hf.runs.record import RECORD_NAME
 
@@ -249,12 +249,14 @@ def test_a_manifest_of_any_wrong_shape_is_an_incomplete_checkpoint(run, target, 
 @pytest.mark.parametrize("text", ["{", "[]", '{"format": 2}'])
 def test_a_record_of_another_format_is_refused(run, target, text):
     folder = run / "checkpoint-10"
-    files = json.loads((folder / MANIFEST_NAME).read_text())
-    files["files"][RECORD_NAME]["size"] = len(text)
-    (folder / MANIFEST_NAME).write_text(json.dumps(files))
     (folder / RECORD_NAME).write_text(text)
+    (folder / MANIFEST_NAME).write_text(json.dumps(make_manifest(folder)))
     with pytest.raises(ValueError, match=f"{RECORD_NAME} is no record of format 1.*Take another checkpoint"):
         resume(run, target, True)
+    # As the message says.
+    (folder / RECORD_NAME).unlink()
+    (folder / MANIFEST_NAME).unlink()
+    assert resume(run, target, str(folder))._initial_global_step == 10
 
 
 def test_a_folder_of_checkpoints_is_taken_for_its_newest(run, target):
@@ -287,7 +289,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_the_start(target, tmp_pa
 
     trainer = make_trainer(tmp_path, target, max_steps=2)
     monkeypatch.setattr(Path, "mkdir", refused)
-    with pytest.raises(OSError, match=r"No checkpoint could be written into output_dir.*Permission denied"):
+    with pytest.raises(OSError, match=r"Nothing could be written into output_dir.*Permission denied"):
         trainer.train()
     assert trainer.state.global_step == 0
 

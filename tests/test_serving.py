@@ -12,8 +12,9 @@ import pytest
 from dflash_hf.decoding import server_client
 from dflash_hf.decoding.completion_client import AnswerError, CompletionServer
 from dflash_hf.decoding.prompts import EvaluationPrompt
+from dflash_hf.decoding.server_answers import own_verifications
 from dflash_hf.decoding.server_client import Server, ServerError
-from dflash_hf.decoding.server_counters import Verifications, own_verifications
+from dflash_hf.decoding.server_counters import Verifications
 from dflash_hf.decoding.serving import measure_server
 
 

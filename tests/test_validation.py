@@ -124,6 +124,7 @@ def changed(name, change):
     return lambda tensors: {**tensors, name: change(tensors.get(name))}
 
 
+NAN = float("nan")
 EXAMPLES = {
     "no architectures": Example("architectures", drop=("architectures",), errors="vLLM SGLang"),
     "plain qwen3": Example("architectures", {"architectures": ["Qwen3Model"]}, errors=STRICT),
@@ -292,6 +293,7 @@ EXAMPLES = {
     "fp8": Example(
         "tensor_dtypes", tensors=changed("norm.weight", lambda tensor: tensor.to(torch.float8_e4m3fn)), errors=ALL
     ),
+    "nan": Example("tensor_values", tensors=changed("norm.weight", lambda tensor: tensor * NAN), errors=ALL),
     "fp64": Example("tensor_dtypes", tensors=changed("norm.weight", torch.Tensor.double), errors=ALL),
     "two dtypes": Example(
         "tensor_dtypes",
@@ -332,8 +334,8 @@ def test_what_our_loader_refuses_is_an_error_for_transformers(broken):
     except (ValueError, OSError):
         assert not broken.report.ok_for("transformers")
     else:
-        # Fields that vLLM or SGLang apply and the loader ignores as it ignores every unknown one.
-        assert broken.report.ok_for("transformers") or broken.example.rule == "partly_read"
+        # Fields that vLLM or SGLang apply and the loader ignores as it ignores every unknown one, and values.
+        assert broken.report.ok_for("transformers") or broken.example.rule in ("partly_read", "tensor_values")
 
 
 def test_what_dflash_refuses_is_an_error_for_it(broken):

@@ -18,8 +18,9 @@ def document_seed(seed: int, epoch: int, document: int, purpose: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def as_spans(supervised_spans: Sequence[Sequence[int]] | np.ndarray, name: str = "A document") -> np.ndarray:
-    spans = np.asarray(supervised_spans, dtype=np.int64)
+def as_spans(supervised_spans: Sequence[Sequence[int]] | np.ndarray | None, name: str = "A document") -> np.ndarray:
+    """Spans as an array [S, 2]; null, as Arrow has it for a document without any, is none."""
+    spans = np.asarray([] if supervised_spans is None else supervised_spans, dtype=np.int64)
     if spans.size and (spans.ndim != 2 or spans.shape[1] != 2):
         raise ValueError(
             f"{name} has supervised_spans of shape {spans.shape}, expected [S, 2]: half-open [start, stop] pairs, for "

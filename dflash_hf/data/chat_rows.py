@@ -99,7 +99,7 @@ def _chat(row: dict, messages: list[dict], answer: dict) -> Chat:
         completion_ids=_completion_ids(ids),
         is_truncated=reason in TRUNCATED,
         stop_text=next((s for s in stops if isinstance(s, str) and s), None) if reason == "stop" else None,
-        template_kwargs=_template_kwargs(row.get("chat_template_kwargs")),
+        template_kwargs=template_kwargs(row.get("chat_template_kwargs")),
         source=_name(row.get("source") or row.get("dataset")),
         language=_name(row.get("language")),
     )
@@ -185,7 +185,12 @@ def _read_log(row: dict) -> list[Chat]:
     return chats
 
 
-def _template_kwargs(value: Any) -> dict[str, Any]:
+def template_kwargs(value: Any) -> dict[str, Any]:
+    """A row's own arguments of the chat template, an object or its JSON.
+
+    Raises:
+        RowError: They are something else, or say how the template is called.
+    """
     kwargs = without_none(parsed(value) or {})
     if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
         raise RowError(

@@ -2,14 +2,16 @@
 """Whether documents can be learned from: their token ids, their supervised spans and the length of their answers."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 from transformers.utils import logging
 
 from .anchors import supervised_runs
-from .packing import Documents, document_lengths, document_spans
+from .packing import DOCUMENT_COLUMNS, Documents, document_lengths, document_spans
 
 
 logger = logging.get_logger(__name__)
@@ -39,8 +41,10 @@ def check_documents(documents: Documents, block_size: int) -> None:
         block_size: slots of a block, the anchor's included.
 
     Raises:
-        ValueError: nothing to learn from, or a span outside its document, unsorted or overlapping.
+        ValueError: nothing to learn from, token ids or spans that are no whole numbers, or a span outside its
+            document, unsorted or overlapping.
     """
+    check_types(documents)
     spans, owners = document_spans(documents)
     check_spans(spans, owners, document_lengths(documents)[owners])
     share = share_of_countable_slots(documents, block_size)
@@ -54,6 +58,55 @@ def check_documents(documents: Documents, block_size: int) -> None:
             f"Only {share:.1%} of the drafted slots can ever count: the answers are shorter than the block of "
             f"{block_size}. A smaller block_size trains on the same tokens for less."
         )
+
+
+def check_types(documents: Documents) -> None:
+    """Raises for token ids, or numbers of spans, that are null, text or fractions.
+
+    Args:
+        documents: documents as dicts or as a `datasets.Dataset`.
+    """
+    if isinstance(documents, datasets.Dataset):
+        for name in set(DOCUMENT_COLUMNS) & set(documents.column_names):
+            _check_column(documents, name)
+        return
+    for index, document in enumerate(documents):
+        spans = [number for span in _items(document["supervised_spans"]) for number in _items(span)]
+        for name, numbers in (("input_ids", _items(document["input_ids"])), ("supervised_spans", spans)):
+            array = np.asarray(numbers)
+            if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
+                _refuse_type(f"Document {index}", name, f"{array.dtype}, {array.ndim} deep")
+
+
+def _items(values: Any) -> Any:
+    """What is in a list; nothing in the null that Arrow may have in its place."""
+    return () if values is None else values
+
+
+def _check_column(documents: datasets.Dataset, name: str) -> None:
+    column = documents.data.column(name)
+    kind, depth = column.type, 0
+    while pa.types.is_nested(kind) and kind.num_fields == 1:
+        kind, depth = kind.field(0).type, depth + 1
+    expected = DOCUMENT_COLUMNS.index(name) + 1
+    # Where no document has a span, Arrow does not know what a span is.
+    if not (pa.types.is_integer(kind) and depth == expected) and not (pa.types.is_null(kind) and depth <= expected):
+        _refuse_type("The data set", name, column.type)
+    flat = column
+    for _ in range(depth):
+        flat = pc.list_flatten(flat)
+    if flat.null_count:
+        for index, values in enumerate(documents.with_format(None)[name]):
+            numbers = values if expected == 1 else [number for span in _items(values) for number in _items(span)]
+            if None in _items(numbers):
+                _refuse_type(f"Document {index}", name, "null")
+
+
+def _refuse_type(whose: str, name: str, kind: Any) -> None:
+    raise ValueError(
+        f"{whose} has {name} of the type {kind}, expected lists of whole numbers: token ids, and half-open [start, "
+        "stop] pairs of their indices. Tokenise again."
+    )
 
 
 def check_spans(spans: np.ndarray, owners: np.ndarray, lengths: np.ndarray) -> None:

@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from .conversations import read_completions, tokenize_completions
-from .manifest import MANIFEST_NAME, check_documents_fit, open_documents, read_manifest
+from .manifest import MANIFEST_NAME, check_documents_fit, open_documents, read_manifest, thinking_mode
 
 
 def load_documents(
@@ -34,9 +34,11 @@ def load_documents(
 
     Raises:
         FileNotFoundError: Nothing is there.
-        ValueError: The documents do not fit the tokenizer, there is no such split, or a completion cannot be used.
+        ValueError: The documents do not fit the tokenizer or were tokenised in another mode than `enable_thinking`
+            says, there is no such split, or a completion cannot be used.
     """
-    if read_manifest(address, storage_options) is None:
+    manifest = read_manifest(address, storage_options)
+    if manifest is None:
         if split != "train":
             raise ValueError(
                 f"{address} has no {MANIFEST_NAME}, so it holds no split {split!r}: make one with "
@@ -44,6 +46,13 @@ def load_documents(
             )
         rows = read_completions(address, storage_options=dict(storage_options or {}))
         return tokenize_completions(rows, tokenizer, **tokenize_kwargs)
+    thinking = tokenize_kwargs.get("enable_thinking")
+    if thinking not in (None, thinking_mode(manifest)):
+        raise ValueError(
+            f"enable_thinking={thinking} has no effect on {address}, which was tokenised with "
+            f"enable_thinking={thinking_mode(manifest)}. Leave it out, or tokenise anew with "
+            f"recipes/tokenize_completions.py --enable_thinking {str(thinking).lower()}."
+        )
     documents = open_documents(address, split, storage_options)
     check_documents_fit(documents, tokenizer, allow_other_template)
     return documents

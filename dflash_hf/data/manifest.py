@@ -12,6 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetGenerationError
 from transformers import PreTrainedTokenizerBase
 
+from .addresses import describe
+from .shards import read_record
 from .sources import explained, open_filesystem
 
 
@@ -33,6 +37,7 @@ SETTINGS_NAME = "settings.json"
 BATCH_DOCUMENTS = 256
 FORMAT = "dflash_hf documents 1"
 # Fields that say what the ids mean and how the text was written; they travel with the opened data set.
+FIELDS = {"files": list, "documents": dict, "complete": bool, "failed": dict, "vocabulary_hash": str}
 IDENTITY_FIELDS = ("format", "vocabulary_hash", "vocabulary_size", "template_hash")
 
 
@@ -99,7 +104,18 @@ def read_manifest(address: str | os.PathLike, storage_options: Mapping[str, Any]
             f"{address}/{MANIFEST_NAME} has the format {manifest.get('format')!r}, expected {FORMAT!r}: tokenise the "
             "completions again with this version."
         )
+    if not all(isinstance(manifest.get(name), kind) for name, kind in FIELDS.items()):
+        raise ValueError(
+            f"{address}/{MANIFEST_NAME} has not the fields of a manifest: run the tokenize_completions.py command "
+            "that made the folder again, which writes it anew."
+        )
     return manifest
+
+
+def thinking_mode(manifest: dict[str, Any]) -> bool | str | None:
+    """The `enable_thinking` of the documents, "inferred" where it followed each answer, None for the default."""
+    options = manifest["options"]
+    return "inferred" if options["infer_thinking"] else options["enable_thinking"]
 
 
 def open_documents(
@@ -118,7 +134,7 @@ def open_documents(
 
     Raises:
         FileNotFoundError: The folder has no manifest.
-        ValueError: It has no such split, or no document in it.
+        ValueError: It has no such split, or no document in it, or a shard is damaged or of another run.
     """
     manifest, shards = _manifest_and_shards(address, split, storage_options)
     if not manifest["complete"]:
@@ -128,15 +144,23 @@ def open_documents(
             len(manifest["failed"]),
         )
     base = os.fspath(address).rstrip("/")
-    data = load_dataset(
-        "parquet",
-        # Names are taken for patterns.
-        data_files={split: [glob.escape(f"{base}/{shard}") for shard in shards]},
-        split=split,
-        storage_options=dict(storage_options or {}),
-        cache_dir=cache_dir,
-    )
+    try:
+        data = load_dataset(
+            "parquet",
+            # Names are taken for patterns.
+            data_files={split: [glob.escape(f"{base}/{shard}") for shard in shards]},
+            split=split,
+            storage_options=dict(storage_options or {}),
+            cache_dir=cache_dir,
+        )
+    except DatasetGenerationError as error:
+        damaged = ", ".join(_damaged(address, shards, storage_options)) or "which of them cannot be told"
+        raise ValueError(
+            f"Shards of {address} are damaged within ({describe(error.__cause__ or error)}): {damaged}. Delete them. "
+            f"{_again(address)}"
+        ) from error
     identity = {name: manifest[name] for name in IDENTITY_FIELDS}
+    identity["thinking"] = thinking_mode(manifest)
     data.info.description = json.dumps({**identity, "manifest_hash": _hash(json.dumps(manifest, sort_keys=True))})
     return data
 
@@ -185,7 +209,41 @@ def _manifest_and_shards(
             f"{address} holds no document of the split {split!r}: it has {manifest['documents']}. An evaluation split "
             "is made by --eval_fraction."
         )
+    _check_shards(address, manifest, split, storage_options)
     return manifest, shards
+
+
+def _check_shards(
+    address: str | os.PathLike, manifest: dict, split: str, storage_options: Mapping[str, Any] | None
+) -> None:
+    """Refuse shards that are not those of which the manifest tells: missing, cut off, or of another run."""
+    fs, root = open_filesystem(address, storage_options)
+    files = [file for file in manifest["files"] if split in file["shards"]]
+    paths = [f"{root.rstrip('/')}/{file['shards'][split]}" for file in files]
+    with explained(address, "Reading"), ThreadPoolExecutor(16) as threads:
+        records = list(threads.map(lambda path: read_record(fs, path), paths))
+    for path, file, record in zip(paths, files, records, strict=True):
+        if record != file:
+            raise ValueError(f"{path} is missing, damaged or not the one that the manifest names. {_again(address)}")
+
+
+def _damaged(
+    address: str | os.PathLike, shards: list[str], storage_options: Mapping[str, Any] | None
+) -> Iterator[str]:
+    """Paths of shards whose documents cannot all be read."""
+    fs, root = open_filesystem(address, storage_options)
+    for shard in shards:
+        path = f"{root.rstrip('/')}/{shard}"
+        try:
+            with fs.open(path, "rb") as raw:
+                for _ in pq.ParquetFile(raw).iter_batches(BATCH_DOCUMENTS):
+                    pass
+        except (OSError, pa.ArrowException):
+            yield path
+
+
+def _again(address: str | os.PathLike) -> str:
+    return f"Start the tokenize_completions.py command that made {address} again: it makes what is damaged anew."
 
 
 def manifest_hashes(documents: Any) -> list[str]:

@@ -50,7 +50,8 @@ def document_lengths(documents: Documents) -> np.ndarray:
         int64 array [M].
     """
     if not isinstance(documents, datasets.Dataset):
-        return np.array([len(document["input_ids"]) for document in documents], dtype=np.int64)
+        ids = [document["input_ids"] for document in documents]
+        return np.array([0 if tokens is None else len(tokens) for tokens in ids], dtype=np.int64)
     column, order = _arrow_column(documents, "input_ids")
     lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
     return lengths if order is None else lengths[order]
@@ -72,12 +73,17 @@ def document_spans(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
         # Where no document has a span, Arrow does not know what a span is.
         spans = pc.list_flatten(column)
         spans = spans.cast(pa.list_(pa.int64())) if pa.types.is_null(spans.type) else spans
-        sizes, numbers = pc.list_value_length(spans).to_numpy(), pc.list_flatten(spans).to_numpy()
+        sizes = pc.fill_null(pc.list_value_length(spans), 0).to_numpy()
+        numbers = pc.list_flatten(spans).to_numpy()
     else:
         per_document = [document["supervised_spans"] for document in documents]
+        per_document = [() if spans is None else spans for spans in per_document]
         counts = np.array([len(spans) for spans in per_document], dtype=np.int64)
-        sizes = np.array([len(span) for spans in per_document for span in spans], dtype=np.int64)
-        numbers = np.array([number for spans in per_document for span in spans for number in span], dtype=np.int64)
+        sizes = np.array(
+            [0 if span is None else len(span) for spans in per_document for span in spans], dtype=np.int64
+        )
+        pairs = (span for spans in per_document for span in spans if span is not None)
+        numbers = np.array([number for pair in pairs for number in pair], dtype=np.int64)
     owners = np.repeat(np.arange(len(counts)), counts)
     if (sizes != 2).any():
         raise ValueError(

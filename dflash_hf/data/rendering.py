@@ -25,6 +25,8 @@ from .documents import Document, Draft, Piece, Turn
 
 # Stands for the end of a turn that an answer only speaks of; no text holds this character, which is reserved.
 HIDDEN = "\ufdd0"
+# Characters of a conversation: more than any target reads, and what a tokenizer takes gigabytes for.
+LARGEST_TEXT = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,10 @@ class ChatFormat:
                 f"the chat template failed on the first {len(messages)} messages "
                 f"({type(error).__name__}: {error}): give the messages the form that this template expects.",
             ) from error
+        if len(text) > LARGEST_TEXT:
+            raise RowError(
+                "text too long", f"the text has {len(text):,} characters, more than the {LARGEST_TEXT:,} of any chat."
+            )
         try:
             # Half a surrogate pair, which JSON can spell, fails here and not within a batch of other rows.
             text.encode("utf-8")

@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
+from ..one_writer import only_writer
 from .documents import Document
 from .sources import SourceFile
 
@@ -74,6 +75,17 @@ class ShardWriter:
     def is_local(self) -> bool:
         return isinstance(self.fs, LocalFileSystem)
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """No other run on this machine writes into the folder meanwhile: it would remove what is aside."""
+        if not self.is_local:
+            yield
+            return
+        with _named_errors(self.root):
+            os.makedirs(self.root, exist_ok=True)
+        with only_writer(self.root, "output"):
+            yield
+
     def open(self, file: SourceFile) -> "OpenShards":
         return OpenShards(self, file)
 
@@ -97,11 +109,15 @@ class ShardWriter:
             os.unlink(temporary)
 
     def write_json(self, name: str, value: Any) -> None:
-        temporary = self.temporary()
         text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
-        # Half a surrogate pair stays JSON's escape of it.
-        Path(temporary).write_bytes(text.encode("utf-8", "backslashreplace"))
-        self.publish(temporary, f"{self.root}/{name}")
+        with _named_errors(self.root):
+            temporary = self.temporary()
+            try:
+                # Half a surrogate pair stays JSON's escape of it.
+                Path(temporary).write_bytes(text.encode("utf-8", "backslashreplace"))
+                self.publish(temporary, f"{self.root}/{name}")
+            finally:
+                Path(temporary).unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
         with _named_errors(self.root):
@@ -182,7 +198,7 @@ def read_record(fs: fsspec.AbstractFileSystem, path: str) -> dict[str, Any] | No
     except FileNotFoundError:
         return None
     except (pa.ArrowInvalid, KeyError, ValueError) as error:
-        logger.warning("%s is not a whole shard of documents (%s): it is made again.", path, error)
+        logger.warning("%s is not a whole shard of documents (%s).", path, error)
         return None
 
 

@@ -33,6 +33,8 @@ KINDS = {"gz": "gzip", "zst": "zstd", "parquet": "Parquet"}
 PARQUET_BATCH = 128
 # A file of up to so many bytes is fetched by one request.
 WHOLE_BYTES = 16 * 2**20
+# Bytes of a line; a longer one, such as a whole file without line ends, is not held in memory.
+LARGEST_LINE = 2**28
 
 
 class SourceError(OSError):
@@ -153,7 +155,7 @@ def read_rows(fs: fsspec.AbstractFileSystem, file: SourceFile) -> Iterator[tuple
             if kind == "Parquet":
                 items: Iterator[Any] = _parquet_rows(raw)
             else:
-                items = iter(stack.enter_context(_decompressed(raw, kind)))
+                items = _lines(stack.enter_context(_decompressed(raw, kind)))
         # Each store, format and compression has its own errors.
         except Exception as error:
             raise _source_error(file, number, error) from error
@@ -200,7 +202,22 @@ def _decompressed(raw: BinaryIO, kind: str) -> Any:
     if kind == "zstd":
         # Several frames in a row are one file, and a frame that is cut off is an error.
         return io.BufferedReader(pa.CompressedInputStream(raw, "zstd"))
-    return raw
+    # Files of some stores know no longest line.
+    return io.BufferedReader(raw, 2**20)
+
+
+def _lines(stream: Any) -> Iterator[bytes | RowError]:
+    while line := stream.readline(LARGEST_LINE):
+        if len(line) < LARGEST_LINE or line.endswith(b"\n"):
+            yield line
+            continue
+        while (rest := stream.readline(LARGEST_LINE)) and not rest.endswith(b"\n"):
+            pass
+        yield RowError(
+            "line too long",
+            f"the line has more than {LARGEST_LINE >> 20} MiB: expected one JSON object per line, not one list of "
+            f"all: {line[:80]!r}.",
+        )
 
 
 def _parquet_rows(raw: BinaryIO) -> Iterator[dict]:

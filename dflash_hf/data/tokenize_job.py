@@ -73,6 +73,13 @@ def tokenize_files(
     writer = job.writer()
     _check_apart(job, writer)
     files = list_files(address, storage_options)
+    with writer.alone():
+        return _tokenize(job, writer, files, num_proc, disable_tqdm)
+
+
+def _tokenize(
+    job: Job, writer: ShardWriter, files: list[SourceFile], num_proc: int, disable_tqdm: bool
+) -> dict[str, Any]:
     settings = _settings(job)
     _check_settings(writer, job.output, settings)
     writer.clean()
@@ -161,7 +168,8 @@ def _finished(writer: ShardWriter, files: list[SourceFile]) -> dict[str, dict[st
 def _whole_record(writer: ShardWriter, file: SourceFile) -> dict[str, Any] | None:
     """The record of a file of which every shard is there, or None."""
     record = read_record(writer.fs, writer.shard_path(file, "train"))
-    if record is None or (record["size"], record["version"]) != (file.size, file.version):
+    own = {"name": file.name, "size": file.size, "version": file.version}
+    if record is None or any(record[name] != value for name, value in own.items()):
         return None
     others = [shard for split, shard in record["shards"].items() if split != "train"]
     return record if all(read_record(writer.fs, f"{writer.root}/{name}") == record for name in others) else None

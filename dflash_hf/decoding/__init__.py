@@ -7,6 +7,6 @@ In reading order:
   proposed and verified);
 - measuring: `walk` (teacher-forced, without decoding), `prompts` (what to decode), `plain_answers` (of the target
   alone), `report`, `report_files` (tables and plots);
-- servers (vLLM, SGLang): `server_http`, `server_counters`, `server_client`, `serving` (their acceptance length),
-  `completion_client` (their answers, to train on).
+- servers (vLLM, SGLang): `server_http`, `server_counters`, `server_answers`, `server_client`, `serving` (their
+  acceptance length), `completion_client` (their answers, to train on).
 """

@@ -4,6 +4,7 @@
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import (
     EosTokenCriteria,
@@ -33,6 +34,11 @@ def check_drafter(target: PreTrainedModel, drafter: DFlashDraftModel) -> None:
     Raises:
         ValueError: Naming the field, both values and the way out.
     """
+    if not isinstance(drafter, nn.Module):
+        raise ValueError(
+            f"drafter is a {type(drafter).__name__}; expected a DFlashDraftModel: load one with "
+            "DFlashDraftModel.from_pretrained(FOLDER_OR_ID)."
+        )
     if target.get_output_embeddings() is None:
         raise ValueError(
             f"{type(target).__name__} has no output head (get_output_embeddings() is None), so it writes no tokens. "
@@ -98,6 +104,7 @@ def check_supported(
     known = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
     others = [type(p).__name__ for p in processors if not (generation_config.do_sample and isinstance(p, known))]
     others += [type(c).__name__ for c in criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
+    others += [f"num_beams={n}" for n in [generation_config.num_beams] if n not in (None, 1)]
     if generation_config.return_dict_in_generate:
         others.append("return_dict_in_generate")
     if others:

@@ -3,11 +3,10 @@
 
 import http.client
 import json
-import os
+import math
 import random
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -15,12 +14,14 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from .server_http import open_url
+from .server_http import api_key, check_server_address, open_url, read_whole, start_of_body
 
 
 # Answers that a later request may turn into a better one.
 RETRIED_STATUSES = (408, 409, 425, 429)
 LONGEST_WAIT = 60.0
+# Servers may ask for more patience, but not for days.
+LONGEST_RETRY_AFTER = 600.0
 # So many prompts in a row may fail by themselves after others were answered.
 FEWEST_FAILURES = 8
 
@@ -53,14 +54,8 @@ class CompletionServer:
     first_wait: float = 1.0
 
     def __post_init__(self) -> None:
-        address = urllib.parse.urlsplit(self.url)
-        # Neither is repeated: it would stand in every log.
-        if "@" in address.netloc or address.query:
-            raise ValueError("The server's address holds credentials or a query: give the key as OPENAI_API_KEY.")
-        if address.scheme not in ("http", "https") or not address.netloc:
-            raise ValueError(f"The server is {self.url!r}, expected an address such as 'http://127.0.0.1:8000/v1'.")
-        if not (_key().isascii() and _key().isprintable()):
-            raise ValueError("OPENAI_API_KEY holds characters that no HTTP header may hold: set it again.")
+        check_server_address(self.url)
+        api_key()
 
     def answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The first choice of the answer to a chat completion request, with the answer's `usage`.
@@ -74,7 +69,7 @@ class CompletionServer:
             try:
                 return self._ask(body)
             except urllib.error.HTTPError as error:
-                failure = f"status {error.code}: {error.read(300).decode(errors='replace')}"
+                failure = f"status {error.code}: {start_of_body(error)}"
                 if error.code < 500 and error.code not in RETRIED_STATUSES:
                     raise RefusedError(f"the server refused the request ({failure})") from error
                 pause = _retry_after(error.headers.get("Retry-After")) or pause
@@ -87,13 +82,13 @@ class CompletionServer:
 
     def _ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
         headers = {"Content-Type": "application/json"}
-        if key := _key():
+        if key := api_key():
             headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(
             f"{self.url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers, method="POST"
         )
         with open_url(request, self.timeout) as response:
-            answer = json.load(response)
+            answer = json.loads(read_whole(response, self.timeout))
         choices = answer.get("choices") if isinstance(answer, dict) else None
         first = choices[0] if isinstance(choices, list) and choices else None
         if not isinstance(first, dict) or not isinstance(first.get("message"), dict):
@@ -113,33 +108,29 @@ class CompletionServer:
         remaining = iter(bodies)
         pending: dict[Future, int] = {}
         failed_in_a_row, has_answered = 0, False
-        with ThreadPoolExecutor(concurrency) as threads:
-            try:
-                while True:
-                    while len(pending) < concurrency and (item := next(remaining, None)) is not None:
-                        pending[threads.submit(self.answer, item[1])] = item[0]
-                    if not pending:
-                        return
-                    done, _ = wait(pending, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        number, error = pending.pop(future), future.exception()
-                        if error is not None and not isinstance(error, AnswerError):
-                            raise error
-                        has_answered |= error is None
-                        # A server that refuses prompts is there; one that has refused all of them is of no use.
-                        is_failure = error is not None and not (has_answered and isinstance(error, RefusedError))
-                        failed_in_a_row = failed_in_a_row + 1 if is_failure else 0
-                        if failed_in_a_row >= (max(concurrency, FEWEST_FAILURES) if has_answered else concurrency):
-                            more = " any more" if has_answered else ""
-                            raise AnswerError(f"Nothing at {self.url} answers{more}: {error}") from error
-                        yield number, future.result() if error is None else error
-            finally:
-                threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _key() -> str:
-    # Files of variables often leave a line end on the last value.
-    return os.environ.get("OPENAI_API_KEY", "").strip()
+        threads = ThreadPoolExecutor(concurrency)
+        try:
+            while True:
+                while len(pending) < concurrency and (item := next(remaining, None)) is not None:
+                    pending[threads.submit(self.answer, item[1])] = item[0]
+                if not pending:
+                    return
+                done, _ = wait(pending, return_when=FIRST_COMPLETED)
+                for future in done:
+                    number, error = pending.pop(future), future.exception()
+                    if error is not None and not isinstance(error, AnswerError):
+                        raise error
+                    has_answered |= error is None
+                    # A server that refuses prompts is there; one that has refused all of them is of no use.
+                    is_failure = error is not None and not (has_answered and isinstance(error, RefusedError))
+                    failed_in_a_row = failed_in_a_row + 1 if is_failure else 0
+                    if failed_in_a_row >= (max(concurrency, FEWEST_FAILURES) if has_answered else concurrency):
+                        more = " any more" if has_answered else ""
+                        raise AnswerError(f"Nothing at {self.url} answers{more}: {error}") from error
+                    yield number, future.result() if error is None else error
+        finally:
+            # Whoever stops early does not wait for answers that may take half an hour.
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _retry_after(value: str | None) -> float | None:
@@ -147,9 +138,10 @@ def _retry_after(value: str | None) -> float | None:
     if value is None:
         return None
     try:
-        return max(0.0, float(value))
+        seconds = float(value)
     except ValueError:
         try:
-            return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-        except ValueError:
+            seconds = parsedate_to_datetime(value).timestamp() - time.time()
+        except (ValueError, OverflowError):
             return None
+    return None if math.isnan(seconds) else min(max(0.0, seconds), LONGEST_RETRY_AFTER)

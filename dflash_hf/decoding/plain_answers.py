@@ -150,19 +150,20 @@ def prompt_rows(target: PreTrainedModel, prompts: Sequence[Sequence[int] | torch
     """
     vocab_size, rows = target.get_input_embeddings().get_parameter("weight").shape[0], []
     for index, prompt in enumerate(prompts):
-        ids = torch.as_tensor(prompt, dtype=torch.long)
+        ids = torch.as_tensor(prompt)
         row = ids[None] if ids.dim() == 1 else ids
-        if row.dim() != 2 or row.shape[0] != 1 or row.shape[1] == 0:
+        if row.dim() != 2 or row.shape[0] != 1 or row.shape[1] == 0 or row.dtype not in (torch.int32, torch.int64):
             raise ValueError(
-                f"Prompt {index} has the shape {list(ids.shape)}; expected token ids of shape [n] or [1, n] with "
-                "n >= 1. Leave empty prompts out, and pass a batch as a list of its rows."
+                f"Prompt {index} has the shape {list(ids.shape)} and the type {ids.dtype}; expected token ids, whole "
+                "numbers of shape [n] or [1, n] with n >= 1. Leave empty prompts out, and pass a batch as a list of "
+                "its rows."
             )
         if row.min() < 0 or row.max() >= vocab_size:
             raise ValueError(
                 f"Prompt {index} holds the ids {row.min().item()} to {row.max().item()}, the target's embedding has "
                 f"{vocab_size} rows: the prompt was made with another tokenizer. Use the target's."
             )
-        rows.append(row)
+        rows.append(row.long())
     if not rows:
         raise ValueError("There is no prompt to decode; give at least one list of token ids.")
     return rows

@@ -5,11 +5,15 @@ import importlib
 import json
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+
+from ..data.chat_messages import RowError, clean_messages, clean_tools
+from ..data.chat_rows import template_kwargs
 
 
 _REASONING = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -20,21 +24,26 @@ class EvaluationPrompt:
     """A chat up to the answer.
 
     Args:
-        messages: Its messages.
+        messages: Its messages, as a chat template takes them.
         source: Where it comes from, for tables.
         language: Its language, for tables.
+        tools: What the answer may call.
+        template_kwargs: Further arguments of the chat template, such as `{"enable_thinking": false}`.
     """
 
     messages: list[dict[str, Any]]
     source: str | None = None
     language: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 def read_prompts(path: str | Path) -> list[EvaluationPrompt]:
-    """Read JSON lines of `{"prompt": "..."}` or `{"messages": [...]}`, with an optional `source` and `language`.
+    """Read JSON lines of `{"prompt": "..."}` or `{"messages": [...]}`.
 
-    Of a chat that ends in an answer, as training data does, the answer is left out. The file's name is the source of
-    those that name none.
+    They may have a `source`, a `language`, `tools` and `chat_template_kwargs`, which are read as those of training
+    data. Of a chat that ends in an answer, as training data does, the answer is left out. The file's name is the
+    source of those that name none.
 
     Raises:
         FileNotFoundError: No such file.
@@ -60,26 +69,33 @@ def read_prompts(path: str | Path) -> list[EvaluationPrompt]:
 def _prompt(line: str, place: str, default_source: str) -> EvaluationPrompt:
     try:
         row = json.loads(line)
+        # Half a surrogate pair, which JSON can spell, is neither a prompt nor a name in a table.
+        json.dumps(row, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         raise ValueError(f"{place} is not JSON ({error}): {line[:80]!r}.") from error
+    except RecursionError as error:
+        raise ValueError(f"{place} is nested too deeply to be read: {line[:80]!r}.") from error
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{place} holds text that is no valid Unicode ({error}).") from error
     if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
         raise ValueError(f'{place}: expected an object with either "prompt" or "messages", got {line[:80]!r}.')
     messages = row["messages"] if "messages" in row else [{"role": "user", "content": row["prompt"]}]
-    kinds = {"role": str, "content": str | list | None}
-    if not isinstance(messages, list) or not all(
-        isinstance(message, dict) and all(isinstance(message.get(name), kind) for name, kind in kinds.items())
-        for message in messages
-    ):
+    if not isinstance(messages, list):
         raise ValueError(f'{place}: expected messages of a "role" and a "content" that is text, got {line[:80]!r}.')
-    while messages and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    if not messages or not messages[-1].get("content"):
-        raise ValueError(f"{place}: there is no text to be answered in {line[:80]!r}.")
     labels = {name: row.get(name) for name in ("source", "language")}
     for name, label in labels.items():
         if not isinstance(label, str | None):
             raise ValueError(f"{place}: expected a text as {name}, got {label!r}.")
-    return EvaluationPrompt(messages, labels["source"] or default_source, labels["language"] or None)
+    try:
+        messages = clean_messages(messages)
+        tools, kwargs = clean_tools(row.get("tools")), template_kwargs(row.get("chat_template_kwargs"))
+    except RowError as error:
+        raise ValueError(f"{place}: {error}") from error
+    while messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not messages or not messages[-1]["content"].strip():
+        raise ValueError(f"{place}: there is no text to be answered in {line[:80]!r}.")
+    return EvaluationPrompt(messages, labels["source"] or default_source, labels["language"] or None, tools, kwargs)
 
 
 def preset_prompts(name: str, num_prompts: int | None = None) -> list[EvaluationPrompt]:
@@ -113,12 +129,33 @@ def prompt_token_ids(
     Args:
         prompts: The chats.
         tokenizer: The target's, with its chat template.
-        enable_thinking: Handed to the template if given.
+        enable_thinking: Handed to the template if given, where a prompt has no say of its own.
+
+    Raises:
+        ValueError: There is no template, or it fails on a prompt, which is named.
     """
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "The tokenizer has no chat template, so the target's prompts are unknown: give a target that has one."
+        )
     options: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-    options |= {"add_generation_prompt": True, "return_dict": True}
-    encoded: list[Any] = [tokenizer.apply_chat_template(prompt.messages, **options) for prompt in prompts]
-    return [list(row["input_ids"]) for row in encoded]
+    return [_token_ids(index, prompt, tokenizer, options) for index, prompt in enumerate(prompts)]
+
+
+def _token_ids(
+    index: int, prompt: EvaluationPrompt, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]
+) -> list[int]:
+    options = {**options, **prompt.template_kwargs, "add_generation_prompt": True, "return_dict": True}
+    tools: Any = prompt.tools
+    try:
+        encoded: Any = tokenizer.apply_chat_template(prompt.messages, tools=tools, **options)
+    # A template fails with Jinja's errors or with those of the Python operations in it.
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise ValueError(
+            f"The chat template fails on prompt {index + 1} ({prompt.source}): {type(error).__name__}: {error}. Its "
+            f"last message begins {prompt.messages[-1]['content'][:60]!r}."
+        ) from error
+    return list(encoded["input_ids"])
 
 
 def _human_eval() -> Iterator[str]:

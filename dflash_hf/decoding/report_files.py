@@ -82,10 +82,15 @@ def server_markdown(reports: Mapping[str, ServerReport], plain_tokens_per_second
     return "\n\n".join([DEFINITION, *tables]) + "\n"
 
 
+def plot_label(name: str) -> str:
+    """A name as matplotlib shows it: between dollars it would be a formula, and with an underscore first be hidden."""
+    return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
+
+
 def plot_slots(slots: Mapping[str, list[float]], axes) -> None:
     """Share of all blocks that accept the draft of each slot."""
     for name, shares in slots.items():
-        axes.plot(range(1, len(shares) + 1), shares, marker=".", label=name)
+        axes.plot(range(1, len(shares) + 1), shares, marker=".", label=plot_label(name))
     axes.set(xlabel="slot", ylabel="share of blocks that accept it", ylim=(0, 1), title="acceptance per slot")
     axes.legend()
 
@@ -95,14 +100,12 @@ def plot_reports(reports: Mapping[str, AcceptanceReport], path: Path) -> None:
     figure, (slots, histogram, positions) = _figure(3)
     plot_slots({name: report.slot_acceptance for name, report in reports.items()}, slots)
     width = 0.8 / len(reports)
-    for index, (name, report) in enumerate(reports.items()):
+    for index, report in enumerate(reports.values()):
         counts = report.committed_histogram
         shares = [count / max(sum(counts), 1) for count in counts]
-        histogram.bar([k + 1 + (index + 0.5) * width - 0.4 for k in range(len(shares))], shares, width, label=name)
+        histogram.bar([k + 1 + (index + 0.5) * width - 0.4 for k in range(len(shares))], shares, width)
         stretches = report.by_position(max(1, report.max_new_tokens // 16))
-        positions.plot(
-            [s["position"] for s in stretches], [s["acceptance_length"] for s in stretches], marker=".", label=name
-        )
+        positions.plot([s["position"] for s in stretches], [s["acceptance_length"] for s in stretches], marker=".")
     histogram.set(xlabel="tokens committed", ylabel="share of blocks", title="committed tokens per block")
     positions.set(xlabel="token of the answer", ylabel="acceptance length", title="acceptance over the answer")
     positions.set_ylim(bottom=1)
@@ -163,4 +166,4 @@ def _number(value: float, digits: int = 2) -> str:
     return "-" if math.isnan(value) else f"{value:.{digits}f}"
 
 
-__all__ = ["DEFINITION", "markdown", "plot_reports", "plot_servers", "server_markdown"]
+__all__ = ["DEFINITION", "markdown", "plot_label", "plot_reports", "plot_servers", "server_markdown"]

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A running vLLM or SGLang server: its OpenAI-compatible API and its counters."""
 
+import json
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from transformers.utils import logging
 
 from .prompts import EvaluationPrompt
-from .server_counters import CountersMissing, Verifications, own_verifications, sglang_counters, vllm_counters
-from .server_http import HttpClient, PageMissing, ServerError, json_object
+from .server_answers import MalformedAnswer, answer_content
+from .server_counters import CountersMissing, Verifications, sglang_counters, vllm_counters
+from .server_http import HttpClient, PageMissing, ServerError
 
 
 logger = logging.get_logger(__name__)
@@ -93,30 +94,33 @@ class Server:
         Raises:
             ServerError: When it answers with an error, breaks off, or takes too long.
         """
-        body = {"model": self.model, "messages": prompt.messages, **settings}
+        body = {"model": self.model, **request_body(prompt, settings)}
         # vLLM tells an answer's verifications behind its last token, SGLang in whole answers only.
         streams = self.engine == "vllm"
         body |= {"stream": True, "stream_options": {"include_usage": True}} if streams else {"return_meta_info": True}
-        start = time.perf_counter()
+        path, start = "/v1/chat/completions", time.perf_counter()
         try:
-            with self._http.opened("/v1/chat/completions", body) as response:
-                chunks = list(_events(response)) if streams else [json_object(response.read())]
+            chunks = self._http.events(path, body) if streams else [self._http.json(path, body)]
         except ServerError as error:
             raise ServerError(f"{error} The prompt was {_start_of(prompt)}.") from error
         seconds = time.perf_counter() - start
         errors = [chunk["error"] for chunk in chunks if chunk.get("error")]
-        usage = next((chunk["usage"] for chunk in reversed(chunks) if chunk.get("usage")), None)
-        if errors or usage is None:
+        try:
+            content = None if errors else answer_content(chunks)
+        except MalformedAnswer as error:
+            raise ServerError(
+                f"{self.url} answered {_start_of(prompt)} in another form than vLLM and SGLang do: {error}. Give the "
+                "address of the engine itself, not of a gateway."
+            ) from error
+        if content is None:
             problem = f"an error: {errors[0]}" if errors else "an answer that breaks off before its `usage`"
             raise ServerError(f"{self.url} answered {_start_of(prompt)} with {problem}. See the server's log.")
-        own = [verifications for chunk in chunks if (verifications := own_verifications(chunk))]
-        text = "".join(_text(chunk) for chunk in chunks)
-        return ServedAnswer(prompt, text, usage["completion_tokens"], seconds, own[-1] if own else None)
+        return ServedAnswer(prompt, content.text, content.num_tokens, seconds, content.verifications)
 
     def _find_model(self, wanted: str | None) -> str:
         models = self._http.json("/v1/models").get("data") or [{"id": "default"}]
         # Adapters are listed behind the model that they adapt.
-        names = [str(model["id"]) for model in models if isinstance(model, dict) and "id" in model]
+        names = [model["id"] for model in models if isinstance(model, dict) and isinstance(model.get("id"), str)]
         if not names or wanted not in (None, *names):
             raise ServerError(
                 f"{self.url} serves {', '.join(names) or 'no model'}" + (f", not {wanted}." if wanted else ".")
@@ -161,25 +165,31 @@ class Server:
         return None
 
 
+def request_body(prompt: EvaluationPrompt, settings: dict[str, Any]) -> dict[str, Any]:
+    """A prompt as servers take it: the arguments of earlier tool calls as JSON, its own template arguments on top."""
+    body: dict[str, Any] = {**settings, "messages": [_with_json_arguments(message) for message in prompt.messages]}
+    if prompt.tools:
+        body["tools"] = prompt.tools
+    if prompt.template_kwargs:
+        body["chat_template_kwargs"] = {**settings.get("chat_template_kwargs", {}), **prompt.template_kwargs}
+    return body
+
+
+def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    if "tool_calls" not in message:
+        return message
+    calls = [dict(call) for call in message["tool_calls"]]
+    for call in calls:
+        call["function"] = function = dict(call.get("function", call))
+        if not isinstance(function.get("arguments"), str):
+            function["arguments"] = json.dumps(function.get("arguments") or {})
+    return {**message, "tool_calls": calls}
+
+
 def _start_of(prompt: EvaluationPrompt) -> str:
     """The first words of a prompt's last message."""
     text = str(prompt.messages[-1].get("content"))
     return repr(text if len(text) <= 60 else text[:60] + "...")
-
-
-def _events(response: Any) -> Iterator[dict[str, Any]]:
-    """The JSON of each server-sent event."""
-    for line in response:
-        text = line.decode().strip()
-        if text.startswith("data:") and text != "data: [DONE]":
-            yield json_object(text.removeprefix("data:"))
-
-
-def _text(chunk: dict[str, Any]) -> str:
-    """What a chunk adds to the answer, reasoning included."""
-    messages = [choice.get("delta") or choice.get("message") or {} for choice in chunk.get("choices") or []]
-    names = ("reasoning_content", "reasoning", "content")
-    return "".join(message.get(name) or "" for message in messages for name in names)
 
 
 __all__ = ["ServedAnswer", "Server", "ServerError"]

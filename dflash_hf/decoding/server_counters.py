@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM and SGLang say about the drafts they verified, in their metrics and in their answers."""
+"""What vLLM and SGLang say in their metrics about the drafts that they verified since their start."""
 
 import math
 import re
@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+# More slots than any block has.
+MAX_SLOTS = 1024
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _POSITION = re.compile(r'position="(\d+)"')
 
@@ -58,6 +60,21 @@ class Verifications:
         return Verifications(sum(p.forwards for p in parts), sum(p.accepted for p in parts), by_slot)
 
 
+def count_of(value: Any, name: str) -> float:
+    """A count as a server gives it.
+
+    Args:
+        value: What it gives.
+        name: As what.
+
+    Raises:
+        CountersMissing: It is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise CountersMissing(f"it gives {str(value)[:40]!r} as {name}, where a count is expected. See its log.")
+    return value
+
+
 def vllm_counters(page: str) -> Verifications:
     """What a vLLM server has verified since its start.
 
@@ -65,12 +82,12 @@ def vllm_counters(page: str) -> Verifications:
         page: Its `/metrics`.
 
     Raises:
-        CountersMissing: When it does not speculate.
+        CountersMissing: When it does not speculate, or gives what is no count.
     """
     samples = list(_samples(page))
 
     def total(name: str) -> float:
-        found = [value for sample, _, value in samples if sample in (name, f"{name}_total")]
+        found = [count_of(value, name) for sample, _, value in samples if sample in (name, f"{name}_total")]
         if not found:
             raise CountersMissing(
                 f"its metrics lack {name}, so it was started without speculation. Start it with --speculative-config "
@@ -82,7 +99,9 @@ def vllm_counters(page: str) -> Verifications:
     for name, labels, value in samples:
         position = _POSITION.search(labels)
         if name.removesuffix("_total") == "vllm:spec_decode_num_accepted_tokens_per_pos" and position:
-            by_slot[int(position[1])] = by_slot.get(int(position[1]), 0) + value
+            by_slot[int(position[1])] = by_slot.get(int(position[1]), 0) + count_of(value, name)
+    if sorted(by_slot) != list(range(len(by_slot))):
+        raise CountersMissing(f"its metrics count the slots {sorted(by_slot)[:MAX_SLOTS]}, of which some are missing.")
     return Verifications(
         total("vllm:spec_decode_num_drafts"),
         total("vllm:spec_decode_num_accepted_tokens"),
@@ -101,14 +120,18 @@ def sglang_counters(info: dict[str, Any], page: str | None) -> Verifications:
         CountersMissing: When the counts cannot be had.
     """
     states = info.get("internal_states") or [{}]
+    if not isinstance(states, list) or not all(isinstance(state, dict) for state in states):
+        raise CountersMissing(f"its internal_states are {str(states)[:80]!r}, where a list of objects is expected.")
     if len(states) > 1:
         raise CountersMissing(f"it runs {len(states)} data-parallel workers, whose means cannot be pooled. Run one.")
-    length = states[0].get("avg_spec_accept_length")
+    length = count_of(states[0].get("avg_spec_accept_length") or 0, "avg_spec_accept_length")
     if not length:
         return Verifications()
+    if length < 1:
+        raise CountersMissing(f"its avg_spec_accept_length is {length}, and each verification commits a token.")
     samples = list(_samples(page or ""))
-    tokens = [value for name, _, value in samples if name == "sglang:generation_tokens_total"]
-    requests = [value for name, _, value in samples if name == "sglang:num_requests_total"]
+    names = ("sglang:generation_tokens_total", "sglang:num_requests_total")
+    tokens, requests = ([count_of(value, name) for n, _, value in samples if n == name] for name in names)
     if not tokens or not requests:
         raise CountersMissing(
             "it gives the mean acceptance length since its start and no number of tokens, so what was before cannot "
@@ -119,42 +142,20 @@ def sglang_counters(info: dict[str, Any], page: str | None) -> Verifications:
     return Verifications(verified / length, verified - verified / length)
 
 
-def own_verifications(answer: dict[str, Any]) -> Verifications | None:
-    """An answer's own verifications, from its JSON or the last chunk of its stream, where the engine gives them."""
-    vllm = (answer.get("metrics") or {}).get("speculative_decoding")
-    if vllm:
-        histogram = {int(accepted): count for accepted, count in (vllm.get("acceptance_histogram") or {}).items()}
-        return Verifications(vllm["num_spec_steps"], vllm["num_accepted_draft_tokens"], _at_least(histogram))
-    choices = answer.get("choices") or [{}]
-    sglang = answer.get("meta_info") or choices[0].get("meta_info") or {}
-    if "spec_verify_ct" not in sglang:
-        return None
-    histogram = dict(enumerate(sglang.get("spec_accept_histogram") or []))
-    # The first token is the prefill's.
-    accepted = answer["usage"]["completion_tokens"] - 1 - sglang["spec_verify_ct"]
-    return Verifications(sglang["spec_verify_ct"], accepted, _at_least(histogram))
-
-
 def _samples(page: str) -> Iterator[tuple[str, str, float]]:
     """Name, labels and value of each sample of a Prometheus text page."""
     for line in page.splitlines():
         match = _SAMPLE.match(line)
-        if match and _is_number(match[3]):
-            yield match[1], match[2] or "", float(match[3])
+        if match:
+            yield match[1], match[2] or "", _number(match[3])
 
 
-def _is_number(text: str) -> bool:
+def _number(text: str) -> float:
+    """A number; nan for what is none, which no count is either."""
     try:
-        float(text)
+        return float(text)
     except ValueError:
-        return False
-    return True
+        return math.nan
 
 
-def _at_least(histogram: dict[int, float]) -> list[float]:
-    """From the number of forwards that accepted 0, 1, .. drafts: those that accepted at least 1, 2, .."""
-    most = max((accepted for accepted, count in histogram.items() if count), default=0)
-    return [sum(count for accepted, count in histogram.items() if accepted >= k) for k in range(1, most + 1)]
-
-
-__all__ = ["CountersMissing", "Verifications", "own_verifications", "sglang_counters", "vllm_counters"]
+__all__ = ["CountersMissing", "Verifications", "count_of", "sglang_counters", "vllm_counters"]

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Acceptance as a model card tells it, from what `recipes/evaluate_acceptance.py` or the demo wrote."""
 
+import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ..decoding.report_files import plot_label
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,25 @@ class CardResults:
     settings: str
 
 
+def load_results(path: Path, drafter: str | None = None) -> dict[str, Any]:
+    """A file of results that a card can tell.
+
+    Args:
+        path: `results.json` of `recipes/evaluate_acceptance.py` or `recipes/smollm2-135m/demo.py`.
+        drafter: As for [`read_results`].
+
+    Raises:
+        ValueError: It is something else, and why.
+        OSError: It cannot be read.
+    """
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        read_results(results, drafter)
+    except ValueError as error:
+        raise ValueError(f"{path} is not what the card reads ({error})") from error
+    return results
+
+
 def read_results(results: dict[str, Any], drafter: str | None = None) -> CardResults:
     """The rows of a card.
 
@@ -45,8 +68,17 @@ def read_results(results: dict[str, Any], drafter: str | None = None) -> CardRes
         drafter: Which drafter of it, where there are several: its name there.
 
     Raises:
-        ValueError: It is something else, was interrupted, or holds several drafters and none was named.
+        ValueError: It is something else, was interrupted, measured nothing, or holds several drafters and none was
+            named.
     """
+    try:
+        return _read_results(results, drafter)
+    # Any JSON may be in a file of that name.
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"The results have another form than those of our recipes ({error!r}).") from error
+
+
+def _read_results(results: dict[str, Any], drafter: str | None) -> CardResults:
     if "drafters" in results:
         return _read_evaluation(results, drafter)
     groups = {name: value["after"] for name, value in results.items() if isinstance(value, dict) and "after" in value}
@@ -77,7 +109,9 @@ def _read_evaluation(results: dict[str, Any], drafter: str | None) -> CardResult
         raise ValueError(f"The results are of the drafters {sorted(reports)}, not of {drafter}. Name one of them.")
     report, settings = reports[drafter], results["settings"]
     sources = report.get("by_source") or {}
-    rows = [_row(source, part, None) for source, part in sources.items()] if len(sources) > 1 else []
+    # Of some prompts every answer may have ended with its first token.
+    measured = {source: part for source, part in sources.items() if part["acceptance_length"] is not None}
+    rows = [_row(source, part, None) for source, part in measured.items()] if len(sources) > 1 else []
     rows.append(_row(next(iter(sources)) if len(sources) == 1 else "all", report, report.get("interval")))
     temperature = settings["temperature"]
     parts = [
@@ -94,10 +128,13 @@ def _read_evaluation(results: dict[str, Any], drafter: str | None) -> CardResult
 
 
 def _row(prompts: str, report: dict[str, Any], interval: Any) -> ResultRow:
+    length = report["acceptance_length"]
+    if length is None or not math.isfinite(length):
+        raise ValueError(f"The results have no acceptance length for {prompts}: no answer was longer than one token.")
     low, high = interval or (None, None)
     number = report["num_prompts"] if "num_prompts" in report else len(report["prompts"])
     slots = tuple(share for share in report.get("slot_acceptance", []) if share is not None)
-    return ResultRow(prompts, number, report["acceptance_length"], low, high, report.get("speed_up"), slots)
+    return ResultRow(prompts, number, length, low, high, report.get("speed_up"), slots)
 
 
 def _span(values: set[int]) -> str:
@@ -116,11 +153,11 @@ def plot_results(results: CardResults, path: Path) -> None:
     lengths, *others = figure.subplots(1, 2 if shown else 1, squeeze=False)[0]
     for slots in others:
         for row in shown:
-            slots.plot(range(1, len(row.slots) + 1), row.slots, marker=".", label=row.prompts)
+            slots.plot(range(1, len(row.slots) + 1), row.slots, marker=".", label=plot_label(row.prompts))
         slots.set(xlabel="drafted slot", ylabel="share of blocks that accept it", ylim=(0, 1))
         slots.set(title="acceptance per slot", xticks=range(1, max(len(row.slots) for row in shown) + 1))
         slots.legend()
-    names = [row.prompts for row in results.rows]
+    names = [plot_label(row.prompts) for row in results.rows]
     values = [row.acceptance_length for row in results.rows]
     below = [0 if row.low is None else max(0.0, row.acceptance_length - row.low) for row in results.rows]
     above = [0 if row.high is None else max(0.0, row.high - row.acceptance_length) for row in results.rows]
@@ -131,4 +168,4 @@ def plot_results(results: CardResults, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-__all__ = ["CardResults", "ResultRow", "plot_results", "read_results"]
+__all__ = ["CardResults", "ResultRow", "load_results", "plot_results", "read_results"]

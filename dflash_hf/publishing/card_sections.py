@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import yaml
 
@@ -16,6 +17,13 @@ from .card_options import CardOptions
 from .card_results import CardResults
 
 
+THINKING = {
+    None: "the chat template's own default",
+    True: "thinking on",
+    False: "thinking off",
+    "inferred": "on where an answer holds some, else off",
+    "mixed": "of several modes",
+}
 _PREAMBLE = """import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 """
@@ -51,7 +59,7 @@ def acceptance(results: CardResults | None, options: CardOptions, block_size: in
         parts.append(
             f"{'Measured by' if results else 'It will be measured by'}\n\n{_code('bash', options.results_command)}"
         )
-    parts += [f"![{Path(plot).stem}]({plot})" for plot in options.plots]
+    parts += [f"![{Path(plot).stem}]({quote(plot)})" for plot in options.plots]
     return "\n\n".join(parts)
 
 
@@ -89,7 +97,11 @@ def training(facts: dict[str, Any], options: CardOptions) -> str:
     elif not options.train_command:
         parts.append("No record of the run is at hand.")
     if facts.get("recipe"):
-        recipe = yaml.safe_dump(facts["recipe"], sort_keys=True).strip()
+        recipe = dict(facts["recipe"])
+        if "max_steps" in recipe:
+            # It overrides the epochs.
+            recipe.pop("num_train_epochs", None)
+        recipe = yaml.safe_dump(recipe, sort_keys=True).strip()
         parts += ["Where the recipe differs from the defaults of `DFlashTrainingArguments`:", _code("yaml", recipe)]
     if options.train_command:
         parts += [f"{'Not yet run' if options.planned else 'The command'}:", _code("bash", options.train_command)]
@@ -150,12 +162,16 @@ def _training_rows(facts: dict[str, Any], base_model: str | None) -> list[tuple[
     quantised = f", quantised ({target['quantised']})" if target["quantised"] else ""
     rows = [("target", f"{name}{revision}, {target['dtype']}{quantised}; weights `{target['digest'][:12]}`")]
     for adapter in facts["adapter"].values():
-        rows.append(("trained part", f"{adapter['type']} of rank {adapter['r']}, merged"))
+        kind = "LoRA" if adapter["type"] == "LORA" else adapter["type"]
+        rows.append(("trained part", f"{kind} of rank {adapter['r']}, merged"))
     if data:
         manifest = data["manifest"] or {}
         of = f"; chat template `{manifest['template_hash'][:12]}`" if "template_hash" in manifest else ""
         rows += [
-            ("documents", f"{data['documents']:,}, written by the target; digest `{data['digest'][:12]}`{of}"),
+            (
+                "documents",
+                f"{data['documents']:,}, taken for the target's own answers; digest `{data['digest'][:12]}`{of}",
+            ),
             ("tokens", f"{data['tokens']:,}, {data['supervised_tokens']:,} of them supervised"),
             ("tokens seen", f"{data['tokens_seen']:,} in {facts['epochs']:g} epochs, {facts['steps']:,} steps"),
         ]
@@ -172,11 +188,13 @@ def _training_rows(facts: dict[str, Any], base_model: str | None) -> list[tuple[
 def limits(facts: dict[str, Any], checkpoint: Checkpoint, options: CardOptions) -> str:
     """What was not trained or not measured, and what the publisher adds to that."""
     recipe, data, target = facts.get("recipe") or {}, facts.get("data"), facts.get("target") or {}
-    thinking = recipe.get("enable_thinking")
-    mode = "the chat template's own default" if thinking is None else f"thinking {'on' if thinking else 'off'}"
+    # Documents that were tokenised before have their own, which a recipe cannot change.
+    tokenised = (data or {}).get("manifest") or {}
+    thinking = tokenised.get("thinking", recipe.get("enable_thinking"))
+    is_known = bool(facts) and (thinking is not None or not tokenised or "thinking" in tokenised)
+    mode = f"{THINKING[thinking]}; expect fewer accepted drafts otherwise." if is_known else "not recorded."
     sentences = [
-        "It drafts what the target writes in the way of its training data. Thinking in that data: "
-        + (f"{mode}; expect fewer accepted drafts otherwise." if facts else "not recorded."),
+        f"It drafts what the target writes in the way of its training data. Thinking in that data: {mode}",
         "Languages and domains that the training data lacks were not measured.",
     ]
     if data:
@@ -202,11 +220,11 @@ def limits(facts: dict[str, Any], checkpoint: Checkpoint, options: CardOptions) 
     return "\n".join(f"- {sentence}" for sentence in [*sentences, *options.limits])
 
 
-def licence_text(license: str | None) -> str:
+def licence_text(license: str | None, adapted_from: str | None) -> str:
     """Whose licence holds for what."""
-    if license is None:
-        return "The publisher has not stated one; that of the target applies to its outputs, on which it was trained."
-    return f"`{license}`. The licence of the target applies to its outputs, on which the drafter was trained."
+    stated = "The publisher has not stated one" if license is None else f"`{license}`"
+    base = f" That of {adapted_from} applies to the weights that it was adapted from." if adapted_from else ""
+    return f"{stated}. The licence of the target applies to its outputs, on which the drafter was trained.{base}"
 
 
 __all__ = ["acceptance", "in_python", "licence_text", "limits", "python_example", "sizes", "training"]

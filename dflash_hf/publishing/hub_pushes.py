@@ -66,8 +66,8 @@ def push_checkpoint(trainer: Any, checkpoint: Path) -> None:
         write_publishable(trainer, staging)
         if with_checkpoint:
             linked_copy(checkpoint, copy)
-    except OSError as error:
-        # Other ranks would wait for one that stops here, and the checkpoint itself is there.
+    # Tokenizers raise bare exceptions. Other ranks would wait for one that stops here, and the checkpoint is there.
+    except Exception as error:
         logger.warning(f"{checkpoint.name} cannot be set aside to be pushed to the Hub ({error}).")
         for folder in (staging, copy):
             shutil.rmtree(folder, ignore_errors=True)

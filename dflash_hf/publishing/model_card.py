@@ -57,13 +57,14 @@ def model_card(
         "repo_id": checkpoint.name,
         "target": f"[{target}](https://huggingface.co/{target})" if target else "a target that this card cannot name",
         "target_id": target,
+        "target_was_local": bool(facts.get("target")),
         "adapted_from": adapted_from and f"[{adapted_from}](https://huggingface.co/{adapted_from})",
         "acceptance": acceptance(results, options, checkpoint.block_size),
         "serving": serving,
         "in_python": in_python(serving, checkpoint.name, target or "TARGET", model_type in HYBRID_TYPES),
         "training": training(facts, options),
         "limits": limits(facts, checkpoint, options),
-        "licence_text": licence_text(options.license),
+        "licence_text": licence_text(options.license, adapted_from),
     }
     data = _metadata(checkpoint.name, target, results, options)
     return ModelCard.from_template(data, template_path=str(TEMPLATE), **text)

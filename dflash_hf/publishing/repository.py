@@ -14,9 +14,10 @@ from huggingface_hub.utils import validate_repo_id
 from transformers.utils import logging
 
 from ..modeling_dflash import DFlashDraftModel
+from ..runs.guards import first_nonfinite_parameter
 from ..validation.reading import read_folder
 from ..validation.validate import ValidationReport, validate_checkpoint
-from .card_results import plot_results, read_results
+from .card_results import CardResults, plot_results, read_results
 from .model_card import CardOptions, model_card
 
 
@@ -25,6 +26,7 @@ logger = logging.get_logger(__name__)
 RESULTS_NAME = "results.json"
 PLOT_NAME = "acceptance.png"
 FP32_FOLDER = "fp32"
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".svg", ".webp", ".gif")
 
 
 @dataclass(frozen=True)
@@ -82,21 +84,46 @@ def build_repository(
         fp32: Whether to add the weights as they were trained, in the folder `fp32`.
 
     Raises:
-        ValueError: `repo_id` is no full name, the folder holds something, or a reader would not load the drafter.
+        ValueError: `repo_id` is no full name, the folder holds something, a plot has the name of another file, or a
+            reader would not load the drafter.
     """
-    folder, options = Path(folder), options or CardOptions()
+    folder, options, images = Path(folder), options or CardOptions(), [Path(plot) for plot in plots]
     check_repo_id(repo_id)
+    _check_plots(images, taken=() if results is None else (PLOT_NAME,))
+    if parameter := first_nonfinite_parameter(drafter):
+        raise ValueError(
+            f"{repo_id} is not sent: the drafter's {parameter} holds NaN or infinity, so it drafts nothing. Take an "
+            "earlier checkpoint."
+        )
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty, and all that is in it would be published. Give a new folder.")
-    drafter.save_pretrained(folder, dtype=dtype)
-    if fp32:
-        drafter.save_pretrained(folder / FP32_FOLDER, dtype=torch.float32)
-    card_results = None
-    names = [Path(plot).name for plot in plots]
-    for plot in plots:
-        shutil.copy(plot, folder / Path(plot).name)
-    if results is not None:
-        card_results = read_results(results, results_drafter)
+    card_results = None if results is None else read_results(results, results_drafter)
+    try:
+        drafter.save_pretrained(folder, dtype=dtype)
+        if fp32:
+            drafter.save_pretrained(folder / FP32_FOLDER, dtype=torch.float32)
+        for image in images:
+            shutil.copy(image, folder / image.name)
+        report = _write_texts(folder, repo_id, facts, results, card_results, images, options)
+    except BaseException:
+        # The same command must find the folder as it was.
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return Publication(folder, repo_id, report)
+
+
+def _write_texts(
+    folder: Path,
+    repo_id: str,
+    facts: dict[str, Any] | None,
+    results: dict[str, Any] | None,
+    card_results: CardResults | None,
+    images: list[Path],
+    options: CardOptions,
+) -> ValidationReport:
+    """Write results, plot and card beside the drafter, and check the whole."""
+    names = [image.name for image in images]
+    if card_results is not None:
         (folder / RESULTS_NAME).write_text(json.dumps(without_local_paths(results), indent=1) + "\n")
         if find_spec("matplotlib") is not None:
             plot_results(card_results, folder / PLOT_NAME)
@@ -108,7 +135,18 @@ def build_repository(
     report = validate_checkpoint(folder)
     if not report.ok:
         raise ValueError(f"{repo_id} is not sent, since not every reader would load it as it was trained.\n{report}")
-    return Publication(folder, repo_id, report)
+    return report
+
+
+def _check_plots(images: list[Path], taken: tuple[str, ...]) -> None:
+    """Refuse images that would take the place of each other, or of another file of the repository."""
+    names = [*taken, *(image.name for image in images)]
+    for image in images:
+        if image.suffix.lower() not in IMAGE_SUFFIXES or names.count(image.name) > 1:
+            raise ValueError(
+                f"The plot {image} cannot be published: expected an image ({', '.join(IMAGE_SUFFIXES)}) whose name no "
+                f"other has ({PLOT_NAME} is made of the results). Rename it."
+            )
 
 
 def check_repo_id(repo_id: str) -> None:

@@ -19,7 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFound
 from transformers.utils import logging
 
 from ..modeling_dflash import DFlashDraftModel
-from .card_results import read_results
+from .card_results import load_results
 from .model_card import CardOptions
 from .repository import RESULTS_NAME, Publication, build_repository, check_repo_id
 from .training_facts import read_facts
@@ -123,18 +123,21 @@ def push_drafter(
         return publish(publication, **kwargs)
 
 
-def recorded_results(folder: Path) -> dict[str, Any] | None:
-    """What was measured of a drafter, where its folder has it in a form that a card can tell."""
+def recorded_results(folder: Path, drafter: str | None = None) -> dict[str, Any] | None:
+    """What was measured of a drafter, where its folder has it in a form that a card can tell.
+
+    Args:
+        folder: Of the drafter.
+        drafter: Its name in the results, where they are of several.
+    """
     path = folder / RESULTS_NAME
     if not path.is_file():
         return None
-    results = json.loads(path.read_text())
     try:
-        read_results(results)
-    except (ValueError, KeyError) as error:
-        logger.warning(f"The card has no results: {path} is not what the card reads ({error}).")
+        return load_results(path, drafter)
+    except ValueError as error:
+        logger.warning(f"The card has no results: {error}.")
         return None
-    return results
 
 
 def full_repo_id(name: str, token: str | bool | None = None) -> str:

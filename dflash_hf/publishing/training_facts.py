@@ -25,6 +25,7 @@ from ..training_args import DFlashTrainingArguments
 logger = logging.get_logger(__name__)
 
 FACTS_NAME = "training.json"
+FORMAT = 1
 # Arguments that decide what a drafter becomes; the others say where it runs and what is written.
 RECIPE_ARGUMENTS = (
     *(name for name in LEARNING_ARGUMENTS if name != "ignore_data_skip"),
@@ -72,7 +73,7 @@ def training_facts(trainer: Any, seconds: float, first_step: int) -> dict[str, A
     quantised = vars(target.config).get("quantization_config")
     adapters = model.peft_config if is_adapter(model) else {}
     facts: dict[str, Any] = {
-        "format": 1,
+        "format": FORMAT,
         "target": {
             "id": hub_id(record["target"]["id"]),
             "revision": record["target"]["revision"],
@@ -106,7 +107,9 @@ def _data(rows: PackedDataset) -> dict[str, Any]:
     description = documents.info.description if isinstance(documents, Dataset) else ""
     manifest = None
     if description and description.startswith("{"):
-        manifest = json.loads(description.split("\n\n")[0])
+        manifests = [json.loads(part) for part in description.split("\n\n")]
+        modes = {str(part.get("thinking")) for part in manifests}
+        manifest = manifests[0] | ({"thinking": "mixed"} if len(modes) > 1 else {})
     return {
         "documents": len(lengths),
         "tokens": int(lengths.sum()),
@@ -166,17 +169,34 @@ class TrainingFacts(TrainerCallback):
         if state.is_world_process_zero:
             self.seconds += time.monotonic() - self._start
             facts = training_facts(self.trainer, self.seconds, self.first_step)
-            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-            # A kill leaves the old file or the new one, never a half.
-            aside = Path(args.output_dir) / f"{FACTS_NAME}.part"
-            aside.write_text(json.dumps(facts, indent=1) + "\n")
-            aside.replace(aside.with_name(FACTS_NAME))
+            try:
+                write_facts(facts, Path(args.output_dir))
+            # The other ranks wait, and the drafter is worth more than what is told of it.
+            except OSError as error:
+                logger.warning(f"{FACTS_NAME} could not be written into {args.output_dir}: {error}")
+
+
+def write_facts(facts: dict[str, Any], folder: Path) -> None:
+    """Write a run's facts; a kill leaves the old file or the new one, never a half."""
+    folder.mkdir(parents=True, exist_ok=True)
+    aside = folder / f"{FACTS_NAME}.part"
+    aside.write_text(json.dumps(facts, indent=1) + "\n")
+    aside.replace(folder / FACTS_NAME)
 
 
 def read_facts(folder: str | Path) -> dict[str, Any] | None:
-    """What a run wrote about itself, or None where it wrote nothing."""
+    """What a run wrote about itself, or None where it wrote nothing that can be read."""
     path = Path(folder) / FACTS_NAME
-    return json.loads(path.read_text()) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        facts = None
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+        logger.warning(f"{path} is not what a run wrote about itself, so nothing is told of the training.")
+        return None
+    return facts
 
 
 __all__ = ["TrainingFacts", "differing_arguments", "hub_id", "read_facts", "training_facts"]

@@ -9,11 +9,12 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
-from transformers.trainer_utils import IntervalStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 from transformers.utils import logging
 
 from .host_copies import HostCopy
@@ -178,6 +179,12 @@ class Interrupts(TrainerCallback):
         # Everything that waits for a checkpoint has been called for this one by now. What Trainer does at the end of
         # a finished run (reload the best checkpoint, delete the others) must not happen to one that goes on later.
         if self.stopping:
+            folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            if state.is_world_process_zero and folder.exists() and not args.save_only_model:
+                logger.warning(
+                    f"The run is interrupted after step {state.global_step} of {state.max_steps}. "
+                    f"resume_from_checkpoint=True goes on from {folder}."
+                )
             raise TrainingInterrupted(state.global_step)
 
 

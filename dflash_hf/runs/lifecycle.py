@@ -56,6 +56,8 @@ def save(trainer: Any, run_dir: Path) -> Path | None:
         The checkpoint's folder; None where the drafter is not finite, of which there is none.
     """
     trainer._guard.flush()
+    # Schedule-free optimizers step at other weights than they evaluate and leave behind.
+    trainer.optimizer.eval()
     parameter = first_nonfinite_parameter(trainer.model)
     if parameter is not None:
         logger.error(f"No checkpoint of step {trainer.state.global_step}: the drafter's {parameter} is not finite.")
@@ -81,6 +83,7 @@ def ended_in_order(trainer: Any) -> Iterator[None]:
     try:
         yield
         guard.finish()
+        trainer.optimizer.eval()
         for mirror in _mirrors(trainer):
             decided_by_main(trainer, mirror.finish)
     except TrainingInterrupted:

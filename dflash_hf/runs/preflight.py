@@ -166,8 +166,8 @@ def check_training(
         "output_dir": str(folder), "max_steps": 3, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1,
         "eval_strategy": "no", "load_best_model_at_end": False, "push_to_hub": False, "report_to": [],
         "eval_on_start": False, "logging_strategy": "steps", "save_only_model": False, "save_total_limit": None,
-        # Steps of a preflight are no checkpoints of the run.
-        "remote_checkpoint_dir": None,
+        # Steps of a preflight are no checkpoints of the run, nor do they go on from one.
+        "remote_checkpoint_dir": None, "resume_from_checkpoint": None,
     }.items():  # fmt: skip
         setattr(short, name, value)
     trainer: Any = make_trainer(short, None)

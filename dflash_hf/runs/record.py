@@ -161,7 +161,8 @@ def read_record(folder: Path) -> dict[str, Any]:
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise ValueError(
             f"{folder / RECORD_NAME} is no record of format {FORMAT}, so what run the checkpoint is of cannot be "
-            "told. Take another checkpoint, or delete the file to resume without the comparison."
+            "told. Take another checkpoint; or delete this file and the checkpoint's manifest, which lists it, and "
+            "name the checkpoint to resume it without the comparison."
         )
     return record
 

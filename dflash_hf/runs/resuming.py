@@ -58,7 +58,7 @@ def check_writable(folder: Path) -> None:
     """Make a folder and something in it, and remove the latter.
 
     Raises:
-        OSError: No checkpoint could be written there.
+        OSError: Nothing could be written there.
     """
     probe = folder / f"{ASIDE_PREFIX}probe"
     try:
@@ -66,7 +66,7 @@ def check_writable(folder: Path) -> None:
         probe.rmdir()
     except OSError as error:
         raise OSError(
-            f"No checkpoint could be written into output_dir={str(folder)!r} ({error}). Make it writable, or give "
+            f"Nothing could be written into output_dir={str(folder)!r} ({error}). Make it writable, or give "
             "another one."
         ) from error
 
@@ -77,7 +77,7 @@ def resume_folder(trainer: Any, resume: str | Path | bool | None) -> Path | None
     Args:
         trainer: The [`DFlashTrainer`] that is about to train.
         resume: A checkpoint or a folder of them, an fsspec address of either, or True for the newest complete one of
-            `output_dir` and `remote_checkpoint_dir`.
+            `output_dir` and `remote_checkpoint_dir`; None for what the arguments say.
 
     Returns:
         Its folder, or None to start anew.
@@ -86,8 +86,13 @@ def resume_folder(trainer: Any, resume: str | Path | bool | None) -> Path | None
         ValueError: There is none, it is incomplete, or it is of another run.
     """
     output_dir = trainer.args.output_dir
+    if resume is None:
+        resume = trainer.args.resume_from_checkpoint
+    # On the command line both are words.
+    resume = {"true": True, "false": False}.get(str(resume).lower(), resume)
     if resume is None or resume is False:
         _tell_of_newer(trainer, 0)
+        _tell_of_own(trainer)
         return None
     if resume is True:
         folder = _newest(output_dir, trainer.args.remote_checkpoint_dir)
@@ -158,6 +163,17 @@ def _tell_of_newer(trainer: Any, step: int) -> None:
         logger.warning(
             f"{output_dir} holds {', '.join(others)} of another run, beyond step {step} where this one begins. "
             "resume_from_checkpoint=True would take the last of them: delete them, or give another output_dir."
+        )
+
+
+def _tell_of_own(trainer: Any) -> None:
+    """Whoever starts the same command again after an interrupt may expect it to go on."""
+    folder = last_complete_checkpoint(trainer.args.output_dir)
+    if folder is not None and is_same_run(folder, trainer.run_record):
+        logger.warning(
+            f"This run starts anew and will write over the checkpoints of the same run in {trainer.args.output_dir}, "
+            f"up to {folder.name}. To go on from there, give resume_from_checkpoint=True (to recipes "
+            "--resume_from_checkpoint true)."
         )
 
 

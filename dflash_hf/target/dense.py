@@ -230,9 +230,11 @@ def _attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    attend: Callable[..., torch.Tensor],
+    attend: Callable[..., torch.Tensor] | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
+    if attend is None:
+        raise CannotPack("its layers hand nothing on to their attention")
     return attend(module, query, key, value, **options), None
 
 

@@ -5,6 +5,7 @@ Shapes: B rows, N anchors, b block size, D hidden size, V vocabulary.
 """
 
 import copy
+import math
 from collections.abc import Callable
 
 import torch
@@ -70,8 +71,11 @@ def head_place(embedding_weight: torch.Tensor, head: nn.Module) -> tuple[torch.d
 def logit_transform(config: PreTrainedConfig) -> Callable[[torch.Tensor], torch.Tensor]:
     """What a target does with its logits after the head, by the fields of its configuration that say so."""
     fields = config.to_dict()
-    scale = (fields.get("logit_scale") or 1.0) / (fields.get("logits_scaling") or 1.0)
-    cap = fields.get("final_logit_softcapping")
+    factors = [fields.get(name) or 1.0 for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")]
+    # Two families give one field opposite meanings.
+    scaling = fields.get("logits_scaling") or 1.0
+    factors.append(scaling if config.model_type.startswith("hyperclovax") else 1 / scaling)
+    scale, cap = math.prod(factors), fields.get("final_logit_softcapping")
 
     def transform(logits: torch.Tensor) -> torch.Tensor:
         logits = logits if scale == 1.0 else logits * scale

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Targets and what belongs to them, by Hub id or folder."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import ResolvedRevision
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils.hub import resolve_revision
 
 from .checks import refuse_slow
 
@@ -59,11 +63,36 @@ def load_config(name: str | Path, init_kwargs: dict) -> PreTrainedConfig:
 
 
 def load_model(name: str | Path, device: torch.device | str | None, init_kwargs: dict) -> PreTrainedModel:
+    """Load a target with all its weights; its configuration's `_commit_hash` says which commit of the Hub they are.
+
+    Args:
+        name: Hub id or folder.
+        device: Where it is loaded to; None for the CPU.
+        init_kwargs: Arguments of `AutoModelForCausalLM.from_pretrained`.
+
+    Raises:
+        OSError: There is no such model, or its files are damaged.
+        ValueError: A weight of it is not there: transformers would go on with random numbers.
+    """
     if device is not None and torch.device(device).type == "cuda":
         # Weights go straight to the device, which some quantised ones must.
         init_kwargs = {"device_map": {"": str(torch.device(device))}, **init_kwargs}
+    # transformers loads all files of one commit, and does not tell of which.
+    places = {key: init_kwargs[key] for key in ("token", "cache_dir", "local_files_only") if key in init_kwargs}
+    revision = resolve_revision(name, init_kwargs.get("revision"), **places)
+    if isinstance(revision, ResolvedRevision):
+        init_kwargs = {**init_kwargs, "revision": revision}
     with _explained(name):
-        return AutoModelForCausalLM.from_pretrained(name, **init_kwargs)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **init_kwargs)
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"The target {str(name)!r} has no {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''} "
+            f"({len(missing)} of its weights), which would be random. Copy it again, or give a whole causal language "
+            "model with its head."
+        )
+    model.config._commit_hash = revision.resolved if isinstance(revision, ResolvedRevision) else None
+    return model
 
 
 @contextmanager
@@ -72,6 +101,10 @@ def _explained(name: str | Path) -> Iterator[None]:
         raise OSError(f"There is no target folder {name}. Give a folder with config.json and weights, or a Hub id.")
     try:
         yield
+    except (SafetensorError, json.JSONDecodeError) as error:
+        raise OSError(
+            f"The target {str(name)!r} cannot be loaded: a file of it is damaged ({error}). Copy it again."
+        ) from error
     except OSError as error:
         raise OSError(
             f"The target {str(name)!r} cannot be loaded: it is neither a folder with config.json and weights nor a "

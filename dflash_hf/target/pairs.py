@@ -141,8 +141,9 @@ class PairCallback(ThroughputCallback):
         self._advise(args, state)
 
     def _advise(self, args, state) -> None:
-        if state.is_world_process_zero:
-            logger.warning_once(self.throughput.advice(args.prefetch_depth))
+        advice = self.throughput.advice(args.prefetch_depth)
+        if advice is not None and state.is_world_process_zero:
+            logger.warning_once(advice)
 
 
 __all__ = [

@@ -44,8 +44,9 @@ def packing_fault(
         return str(reason)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:
-        # A compiler that is missing, or a kernel that it cannot make for this device.
+    except (RuntimeError, TypeError) as error:
+        # A compiler that is missing, a kernel that it cannot make for this device, or a forward that takes no more
+        # arguments than it names.
         return f"it does not run here ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
     expected = reference(ids[:, : first + second], [[first, second]])[0]
     for document in (slice(0, first), slice(first, None)):

@@ -98,10 +98,10 @@ class Throughput:
         """Median seconds per micro-batch of each half while the other one rested, where that was measured."""
         return {f"{name}_alone": median(values) for name, values in self._alone.items() if values}
 
-    def advice(self, depth: int) -> str:
-        """One sentence: which half limits the step and what would change it."""
+    def advice(self, depth: int) -> str | None:
+        """One sentence: which half limits the step and what would change it; None where no step was timed."""
         if not all(self._recent.values()):
-            return "No step has been timed yet."
+            return None
         target, drafter = (median(self._recent[name]) for name in HALVES)
         medians = f"{target:.3g} s of target, {drafter:.3g} s of drafter a micro-batch"
         shared = self._device in self._target_devices

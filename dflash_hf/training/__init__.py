@@ -3,7 +3,8 @@
 
 In reading order:
 
-- what it is told: `argument_checks` (which arguments are refused);
+- what it is told: `argument_checks` (which values are refused), `refused_options` (which options of transformers),
+  `trainer_arguments` (whether the rest acts);
 - which drafter is trained: `model_preparation` (placed, frozen, compiled), `adapting` (going on from a published one),
   `speculators_conversion` (from another format), `partial_training` (some of its modules), `drafter_adapters` (LoRA);
 - on what: `batches` (from what a trainer was given to packed rows and their order), `context_noise`;

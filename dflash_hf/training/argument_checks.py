@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.integrations import get_reporting_integration_callbacks
+from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
 
 from ..runs.record import CHANGES
 from ..target.feature_transfer import FEATURE_COPIES
@@ -15,6 +15,8 @@ from .objectives import objective_of
 
 ATTENTION = ("flex_attention", "sdpa", "eager")
 INFINITY = float("inf")
+# Trackers that transformers does not list, or not always, among those it finds.
+AVAILABILITY_UNKNOWN = {"azure_ml", "flyte"}
 # (names, what a value must be, its test, which nan fails too)
 NUMBERS: tuple[tuple[tuple[str, ...], str, Callable[[float], bool]], ...] = (
     (("learning_rate", "weight_decay", "warmup_steps"), "0 or more, and finite", lambda v: 0 <= v < INFINITY),
@@ -39,50 +41,10 @@ NUMBERS: tuple[tuple[tuple[str, ...], str, Callable[[float], bool]], ...] = (
         lambda v: 0 <= v < INFINITY,
     ),
 )
-# (option of transformers, the value that it has to keep, what another one would do)
-REFUSED: tuple[tuple[str, Any, str], ...] = (
-    (
-        "remove_unused_columns",
-        False,
-        "would drop every column before the collator, since the drafter's forward takes hidden states, not token ids. "
-        "Leave it False.",
-    ),
-    *(
-        (
-            name,
-            False,
-            "casts the drafter itself, so that a later training step would have no fp32 masters. Leave it False; with "
-            "bf16=True evaluation runs under autocast already.",
-        )
-        for name in ("bf16_full_eval", "fp16_full_eval")
-    ),
-    (
-        "enable_jit_checkpoint",
-        False,
-        "would write a checkpoint in place, where a kill leaves half of it. Leave it False: DFlashTrainer ends a run "
-        "at SIGTERM and SIGINT with a checkpoint of its own.",
-    ),
-    (
-        "neftune_noise_alpha",
-        None,
-        "is noise on token embeddings, which are the target's here. Leave it out; context_noise is the noise on the "
-        "target's hidden states.",
-    ),
-    (
-        "train_sampling_strategy",
-        "random",
-        "has no effect: rows are packed, and shuffled from the seed and the epoch alone. Leave it out.",
-    ),
-    (
-        "label_smoothing_factor",
-        0.0,
-        "has no effect on a drafter's objective, which follows the target's own tokens. Leave it 0.",
-    ),
-)
 
 
 def refuse_options(args: Any) -> None:
-    """Refuse options of transformers that would break a run, or that have no effect on a drafter.
+    """Refuse a token among the arguments, which checkpoints hold, and a type that the device does not compute in.
 
     Args:
         args: The [`DFlashTrainingArguments`].
@@ -90,10 +52,6 @@ def refuse_options(args: Any) -> None:
     Raises:
         ValueError: Naming the option, and what to do instead.
     """
-    values = vars(args)
-    for name, kept, what in REFUSED:
-        if values[name] != kept:
-            raise ValueError(f"{name}={values[name]!r} {what}")
     if isinstance(args.target_model_init_kwargs, dict) and "token" in args.target_model_init_kwargs:
         raise ValueError(
             "target_model_init_kwargs holds a token, which would be written into every checkpoint with the "
@@ -118,13 +76,25 @@ def check_values(args: Any) -> None:
             value = values[name]
             if value is not None and not holds(value):
                 raise ValueError(f"{name}={value} must be {expected}.")
-    if args.max_steps <= 0 and not 0 < args.num_train_epochs < INFINITY:
+    if args.max_steps == 0:
+        raise ValueError(
+            "max_steps=0 would train nothing. Leave it out (-1) to train num_train_epochs, or call evaluate()."
+        )
+    if args.max_steps < 0 and not 0 < args.num_train_epochs < INFINITY:
         raise ValueError(
             f"num_train_epochs={args.num_train_epochs} must be more than 0, and finite, where max_steps is not given: "
             "nothing would be trained. To evaluate alone, call evaluate()."
         )
     # Raises for a name that it does not know, as the Trainer would later.
     get_reporting_integration_callbacks(args.report_to)
+    wanted = set(args.report_to) - AVAILABILITY_UNKNOWN
+    # Looking for them imports some.
+    missing = wanted - set(get_available_reporting_integrations()) if wanted else None
+    if missing:
+        raise ValueError(
+            f"report_to={args.report_to} needs {', '.join(sorted(missing))}, which this Python does not have. Install "
+            "it, or leave it out."
+        )
     # The block size only gives a default here.
     objective_of(args, block_size=2)
     for name, choices in (("target_layout", LAYOUTS), ("feature_copies", FEATURE_COPIES)):

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """From what a trainer was given to packed rows, their order, and batches of them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from accelerate.state import GradientState
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainerCallback
@@ -157,6 +159,24 @@ def without_repeated_rows(
     return inputs
 
 
+def count_tokens(
+    inputs: dict[str, Any], what: str, device: torch.device, reduce: Callable[[torch.Tensor], torch.Tensor]
+) -> int:
+    """Tokens of a micro-batch over all ranks, for `include_num_input_tokens_seen`.
+
+    Args:
+        inputs: A batch of the collator.
+        what: `"all"` with padding, `"non_padding"` without, or `"no"` for 0.
+        device: On which tensors can be added up.
+        reduce: Adds a tensor up over the ranks.
+    """
+    if what == "no":
+        return 0
+    input_ids = inputs["input_ids"]
+    own = input_ids.numel() if what == "all" else sum(map(sum, inputs["document_lengths"]))
+    return int(reduce(torch.tensor(own, device=device)).item())
+
+
 class SetEpoch(TrainerCallback):
     """Tells the sampler the epoch; accelerate does not reach it through a resumed, sharded dataloader."""
 
@@ -167,4 +187,12 @@ class SetEpoch(TrainerCallback):
         self.sampler.set_epoch(int((state.epoch or 0) + 1e-6))
 
 
-__all__ = ["SetEpoch", "check_blocks", "data_seed", "make_collator", "pack_rows", "without_repeated_rows"]
+__all__ = [
+    "SetEpoch",
+    "check_blocks",
+    "count_tokens",
+    "data_seed",
+    "make_collator",
+    "pack_rows",
+    "without_repeated_rows",
+]

@@ -5,19 +5,30 @@ This file needs `pip install dflash_hf[peft]`, so it is imported only where an a
 """
 
 import copy
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel
+from safetensors import SafetensorError, safe_open
 
+from ..checkpoint_tensors import expected_tensors
 from ..modeling_dflash import DFlashDraftModel
+
+
+try:
+    from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
+except ImportError as error:
+    raise ImportError(f"Adapters need peft: pip install 'dflash_hf[peft]' ({error}).") from error
 
 
 # All matrices of a drafter. `fc` reads the target's hidden states, which another target or domain changes first.
 TARGET_MODULES = ("fc", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+# What peft has no field for: which weights the adapter was trained beside.
+BASE_RECORD = "adapter_base.json"
 
 
 class DrafterAdapter(PeftModel):
@@ -31,9 +42,13 @@ class DrafterAdapter(PeftModel):
             **kwargs: As for [`~peft.PeftModel.save_pretrained`].
         """
         # A drafter has no embedding; by default peft compares the vocabularies, for which it asks the Hub.
-        super().save_pretrained(save_directory, **{**kwargs, "save_embedding_layers": False})
+        try:
+            super().save_pretrained(save_directory, **{**kwargs, "save_embedding_layers": False})
+        except SafetensorError as error:
+            raise OSError(f"The adapter cannot be written to {save_directory} ({error}): look at its disk.") from error
         # peft also writes a card, which names the base even where that is a local folder.
         (Path(save_directory) / "README.md").unlink(missing_ok=True)
+        (Path(save_directory) / BASE_RECORD).write_text(json.dumps({"digest": base_digest(self)}) + "\n")
 
 
 def lora_config(rank: int = 16, alpha: int | None = None, **kwargs: Any) -> LoraConfig:
@@ -91,18 +106,95 @@ def load_adapter(
         is_trainable: Whether to go on training the adapter.
 
     Raises:
-        ValueError: The folder has no adapter.
+        ValueError: The folder has no whole adapter, or its base is not here or has other weights by now.
     """
-    if not (Path(folder) / ADAPTER_CONFIG).is_file():
+    folder = Path(folder)
+    if not (folder / ADAPTER_CONFIG).is_file():
         raise ValueError(
             f"{folder} has no {ADAPTER_CONFIG}: expected a folder that DFlashTrainer(peft_config=...) saved. A whole "
             "drafter is loaded by DFlashDraftModel.from_pretrained."
         )
-    config = PeftConfig.from_pretrained(str(folder))
-    revision = config.revision if base is None else None
-    drafter = DFlashDraftModel.from_pretrained(base or config.base_model_name_or_path, dtype=dtype, revision=revision)
-    adapter: Any = DrafterAdapter.from_pretrained(drafter, str(folder), is_trainable=is_trainable)
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+    # peft makes a class of what is there and checks nothing.
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder / ADAPTER_CONFIG} is no adapter's configuration ({error}). Copy it again."
+        ) from error
+    name, revision = (config.base_model_name_or_path, config.revision) if base is None else (base, None)
+    if base is None and revision is None and not (name and Path(name).is_dir()):
+        raise ValueError(
+            f"The adapter {folder} was trained for the drafter {name}, which is no folder here (working directory: "
+            f"{Path.cwd()}). Give the drafter as base."
+        )
+    drafter = DFlashDraftModel.from_pretrained(name, dtype=dtype, revision=revision)
+    config.inference_mode = not is_trainable
+    adapter = DrafterAdapter(drafter, config)
+    check_adapter_tensors(folder, adapter)
+    check_base(folder, adapter, str(name))
+    adapter.load_adapter(str(folder), adapter.active_adapter, is_trainable=is_trainable)
     return adapter
+
+
+def check_adapter_tensors(folder: Path, adapter: PeftModel) -> None:
+    """Refuse weights of another adapter: what peft does not find it leaves as a new adapter is, which changes nothing.
+
+    Args:
+        folder: Of the adapter.
+        adapter: The adapter that its configuration makes.
+
+    Raises:
+        ValueError: Naming the tensors.
+    """
+    try:
+        with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
+            saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise ValueError(f"{folder} has no {ADAPTER_WEIGHTS}, the adapter's weights. Copy it again.") from None
+    except SafetensorError as error:
+        raise ValueError(
+            f"{folder / ADAPTER_WEIGHTS} is not a readable safetensors file ({error}): copy it again."
+        ) from error
+    held = get_peft_model_state_dict(adapter, save_embedding_layers=False)
+    expected = {name: tuple(tensor.shape) for name, tensor in held.items()}
+    if different := sorted(dict(saved.items() ^ expected.items())):
+        raise ValueError(
+            f"{folder / ADAPTER_WEIGHTS} is not of the adapter that its {ADAPTER_CONFIG} describes: {len(different)} "
+            f"tensors are missing, unknown or of another shape, such as {', '.join(different[:2])}. Copy it again."
+        )
+
+
+def base_digest(adapter: PeftModel) -> str:
+    """Hash of the ends of each tensor of an adapter's base, the same in every type that it may be held in."""
+    base, digest = adapter.get_base_model(), hashlib.sha256()
+    own = expected_tensors(vars(base.config))
+    for name, tensor in base.state_dict().items():
+        name = name.replace(".base_layer", "").replace(".original_module", "")
+        # The others are the adapter's.
+        if name in own:
+            flat = tensor.detach().reshape(-1)
+            ends = torch.cat([flat[:8], flat[-8:]]).to("cpu", torch.bfloat16).float()
+            digest.update(f"{name} {tuple(tensor.shape)}".encode() + ends.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_base(folder: Path, adapter: PeftModel, name: str) -> None:
+    """Refuse to put an adapter upon other weights than those that it was trained beside.
+
+    Args:
+        folder: With what [`DrafterAdapter.save_pretrained`] wrote; that of earlier versions says nothing of the base.
+        adapter: The adapter upon some base.
+        name: Of the base.
+
+    Raises:
+        ValueError: Naming both.
+    """
+    path = folder / BASE_RECORD
+    if path.is_file() and base_digest(adapter) not in path.read_text(encoding="utf-8"):
+        raise ValueError(
+            f"The adapter {folder} was trained beside other weights than those of {name}: it would change them "
+            "into no drafter at all. Give the drafter that it was trained for as base."
+        )
 
 
 def merge_adapter(folder: str | Path, base: str | Path | None = None) -> DFlashDraftModel:
@@ -146,6 +238,8 @@ def check_adapter_checkpoint(folder: Path, model: torch.nn.Module) -> None:
         if changed:
             differences = ", ".join(f"{name} {saved.get(name)} there and {own.get(name)} here" for name in changed)
             raise ValueError(f"The checkpoint {folder} is of another adapter: {differences}. Resume it as it was.")
+        check_adapter_tensors(folder, model)
+        check_base(folder, model, str(own["base_model_name_or_path"]))
 
 
 __all__ = ["DrafterAdapter", "add_adapter", "check_adapter_checkpoint", "load_adapter", "lora_config", "merge_adapter"]

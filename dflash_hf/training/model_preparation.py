@@ -18,6 +18,7 @@ from ..training_args import DFlashTrainingArguments
 from .adapting import check_continuing
 from .objectives import compares_distributions
 from .partial_training import is_adapter, make_trainable
+from .refused_options import check_trainer_options
 
 
 logger = logging.get_logger(__name__)
@@ -45,11 +46,7 @@ def load_drafter(model: DFlashDraftModel | str | Path, args: Any, others: dict[s
             f"model is a {type(drafter).__name__}; DFlashTrainer trains a DFlashDraftModel, and the target goes "
             "into target_model. Swap them, or make a drafter with DFlashDraftConfig.from_target_config."
         )
-    if others.get("compute_metrics") is not None:
-        raise ValueError(
-            "compute_metrics would never be called, since no logits are kept: evaluation reports the loss, the "
-            "acceptance length and the accuracy per slot. Leave it out."
-        )
+    check_trainer_options(others, args)
     return drafter
 
 
@@ -147,6 +144,11 @@ def prepare_drafter(model: DFlashDraftModel, args: DFlashTrainingArguments, keep
         # AdamW steps at these rates vanish in bf16: norm weights would never move.
         logger.info("The drafter's parameters are kept in fp32; use bf16=True for autocast.")
         model.float()
+    if args.cpu_for_want_of_gpu and args.process_index == 0:
+        logger.warning_once(
+            "torch finds no GPU, so target and drafter run on the CPU. If there is one, torch and its driver do not "
+            "go together: python -c 'import torch; torch.zeros(1).cuda()' says why. If it is meant, set use_cpu=True."
+        )
     implementation = args.drafter_attn_implementation
     if implementation is None:
         implementation = "flex_attention" if args.device.type == "cuda" else "sdpa"

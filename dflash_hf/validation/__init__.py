@@ -3,5 +3,5 @@
 
 In reading order: `command` (`dflash-hf validate`), `validate` (all rules, and their report), `checkpoint` (what rules
 look at and what they return), `reading` (reads it, without the weights), and the rules: `structure`, `rotary`,
-`fields`, `tensors`.
+`fields`, `tensors`, `values`.
 """

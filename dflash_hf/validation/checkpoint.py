@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from ..checkpoint_format import TensorHeaders, expected_tensors
@@ -58,7 +59,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What can be known of a drafter without reading its weights.
+    """What can be known of a drafter without reading its weights, and where they lie.
 
     Args:
         name: The folder or repository, as given.
@@ -68,6 +69,7 @@ class Checkpoint:
         headers: Name -> (dtype, shape) of every tensor; None when they could not be read.
         base_model: The target, where the configuration or the model card names it.
         unreadable: Rule id -> what went wrong while reading.
+        folder: Where the weights are; None where only their headers were fetched.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Checkpoint:
     headers: TensorHeaders | None = None
     base_model: str | None = None
     unreadable: dict[str, Finding] = field(default_factory=dict)
+    folder: Path | None = None
 
     @property
     def raw(self) -> dict[str, Any]:

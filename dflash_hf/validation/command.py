@@ -31,7 +31,8 @@ def _add_validate(subcommands) -> None:
         "validate",
         help="check what vLLM, SGLang, dflash and transformers each need of a drafter",
         description="Check a drafter's config.json and tensor headers against what each of its readers needs, and "
-        "print the serving command for each. The weights are not read. Exit status: 0 without errors, 1 with errors.",
+        "print the serving command for each. The weights of a local folder are looked through for NaN, those of a "
+        "repository are not fetched. Exit status: 0 without errors, 1 with errors.",
         allow_abbrev=False,
     )
     parser.add_argument("checkpoint", metavar="FOLDER_OR_REPO", help="a local folder or a repository of the Hub")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading what the rules of [`validation`] look at, without the weights; what cannot be read is a finding."""
+"""Reading what most rules of [`validation`] look at, without the weights; what cannot be read is a finding."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def read_folder(path: Path, name: str, revision: str | None = None) -> Checkpoin
     except (AttributeError, TypeError):
         unreadable["weights_file"] = _broken_weights("model.safetensors.index.json has no object weight_map")
     files = frozenset(entry.name for entry in path.iterdir())
-    return Checkpoint(name, revision, files, config, headers, _base_model(path, config), unreadable)
+    return Checkpoint(name, revision, files, config, headers, _base_model(path, config), unreadable, path)
 
 
 def _read_config_file(path: Path, unreadable: dict[str, Finding]) -> dict[str, Any] | None:

@@ -2,7 +2,8 @@
 """Whether vLLM, SGLang, z-lab's `dflash` and transformers will all load a drafter as it was trained.
 
 A wrongly loaded drafter fails nowhere: its drafts are just accepted less often. So each requirement is a rule of its
-own (`structure.py`, `fields.py`, `tensors.py`), all of them are looked at, and the weights themselves are never read.
+own (`structure.py`, `rotary.py`, `fields.py`, `tensors.py`, `values.py`), and all of them are looked at. The weights
+are read from a local folder alone, and of a repository only their headers are fetched.
 """
 
 import json
@@ -20,6 +21,7 @@ from .reading import read_folder, read_repository
 from .rotary import ROTARY_RULES
 from .structure import STRUCTURE_RULES
 from .tensors import TENSOR_RULES
+from .values import VALUE_RULES
 
 
 _WIDTH = 100
@@ -38,7 +40,7 @@ _FILE_RULES = tuple(
         ("weights_file", "the tensor headers can be read"),
     )
 )
-RULES = (*_FILE_RULES, *STRUCTURE_RULES, *ROTARY_RULES, *FIELD_RULES, *TENSOR_RULES)
+RULES = (*_FILE_RULES, *STRUCTURE_RULES, *ROTARY_RULES, *FIELD_RULES, *TENSOR_RULES, *VALUE_RULES)
 
 
 @dataclass(frozen=True)
@@ -114,11 +116,11 @@ class ValidationReport:
 
 
 def validate_checkpoint(folder_or_repo: str | Path, revision: str | None = None) -> ValidationReport:
-    """Check a drafter against what each of its readers needs, without reading its weights.
+    """Check a drafter against what each of its readers needs.
 
     Args:
-        folder_or_repo: A local folder, or a repository of the Hub, of which the small files and the headers of the
-            tensors are fetched.
+        folder_or_repo: A local folder, whose weights are looked through for NaN, or a repository of the Hub, of which
+            the small files and the headers of the tensors are fetched.
         revision: Branch, tag or commit of a repository.
 
     Returns:
