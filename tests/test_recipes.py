@@ -85,26 +85,6 @@ def test_the_training_recipe_runs_and_continues(launcher, target_folder, complet
     assert len(moved) == len(list(drafter.parameters()))
 
 
-def test_the_demo_runs_on_a_tiny_target(target_folder, completions, tmp_path):
-    output = run(
-        *[sys.executable, "recipes/smollm2-135m/demo.py", "--target", target_folder, "--completions", completions],
-        *["--mask_token_id", "260", "--num_train_epochs", "1", "--output_dir", tmp_path, "--max_new_tokens", "8"],
-        *["--num_seen_prompts", "2", "--num_unseen_prompts", "2", "--num_train_chats", "4", "--use_cpu", "true"],
-    )
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert all(answer["equal"] for answer in results["answers"])
-    assert results["seen"]["before"]["acceptance_length"] >= 1
-    assert results["unseen"]["after"]["forwards"] > 0
-    assert (tmp_path / "training.png").stat().st_size > 0
-    assert "| 2 unseen" in output
-    walked, decoded = (
-        results["evaluation"]["walked_acceptance_length"],
-        results["unseen"]["after"]["acceptance_length"],
-    )
-    assert walked == pytest.approx(decoded, abs=1e-4)
-    assert DFlashDraftModel.from_pretrained(tmp_path).config.block_size == 8
-
-
 def python_blocks(path: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL)
 
