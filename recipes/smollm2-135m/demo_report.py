@@ -82,11 +82,12 @@ def acceptance_table(act: Act) -> list[str]:
 
 def speeds(act: Act) -> list[str]:
     """Tokens per second of the target alone and with the drafter, over the same prompts."""
-    return [
+    lines = [
         f"{name} chats: {after.plain_tokens_per_second:.1f} tokens/s by the target alone, "
         f"{after.tokens_per_second:.1f} with this drafter ({after.speed_up:.2f} times)."
         for name, after in act.after.items()
     ]
+    return [*lines, "(A CPU takes longer over a block than over one token; a GPU hardly does, and gains the more.)"]
 
 
 def compare_answers(
