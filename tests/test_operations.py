@@ -9,8 +9,9 @@ import torch
 from runs import make_documents, make_trainer
 from tiny import dense_target
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from dflash_hf.runs.operations import count_operations, drafter_weights
+from dflash_hf.runs.operations import count_operations, drafter_weights, passed_weights
 from dflash_hf.runs.planning import DRAFTER_EFFICIENCY, TARGET_EFFICIENCY, make_plan
 from dflash_hf.target.topology import place
 from dflash_hf.training.drafter_loss import drafter_loss
@@ -84,6 +85,32 @@ def test_a_target_multiplies_what_is_counted():
     weights = sum(p.numel() for p in target.model.layers.parameters())
     counted = count_operations(drafter_weights(make_drafter(TINY, META)), 0, 50, 0, 0, target_weights=weights)
     assert products.operations == pytest.approx(counted.target, rel=0.02)
+
+
+def test_a_mixture_multiplies_the_experts_that_a_token_is_sent_to():
+    config = Qwen3MoeConfig(
+        vocab_size=200,
+        hidden_size=64,
+        moe_intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=16,
+        num_experts_per_tok=3,
+    )
+    target = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    with torch.no_grad(), Products() as products:
+        target.model(torch.randint(0, 200, (1, 50)))
+    layers = target.model.layers
+    counted = 2 * 50 * passed_weights(layers, config)
+    assert products.operations == pytest.approx(counted, rel=0.02)
+    assert counted < 0.4 * 2 * 50 * sum(p.numel() for p in layers.parameters())
+    # Dense layers are passed whole; a configuration that does not say how many experts work has them all counted.
+    dense = dense_target()
+    whole = sum(p.numel() for p in dense.model.layers.parameters())
+    assert passed_weights(dense.model.layers, dense.config) == whole
+    assert passed_weights(layers, dense.config) == sum(p.numel() for p in layers.parameters())
 
 
 def test_the_shares_that_were_published_counted_more():

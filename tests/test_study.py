@@ -350,8 +350,18 @@ def test_the_learning_curve_says_what_twice_the_tokens_add(tmp_path):
             "tokens": {str(steps): 100 * steps},
         }
 
-    slope = study_report.learning_curve([result(2, 1.5), result(4, 1.8), result(8, 2.1)], "a", tmp_path / "curve.png")
-    assert slope == pytest.approx(0.3) and (tmp_path / "curve.png").stat().st_size > 5_000
+    runs = [result(2, 1.5), result(4, 1.8), result(8, 2.1)]
+    curve = study_report.learning_curve(runs, "a", tmp_path / "curve.png")
+    assert curve["per_doubling"] == pytest.approx(0.3) and curve["expected"]["line"] == pytest.approx(2.7)
+    assert curve["expected"]["saturating"] == pytest.approx(2.7, abs=0.02)
+    assert (tmp_path / "curve.png").stat().st_size > 5_000
+    assert json.loads((tmp_path / "curve.json").read_text()) == curve
+    # 3 - 1.5 / tokens ** 0.5 has a ceiling, which the line does not see.
+    runs = [result(tokens, 3 - 1.5 / tokens**0.5) for tokens in (1, 4, 16)]
+    expected = study_report.learning_curve(runs, "a", tmp_path / "curve.png")["expected"]
+    assert expected["saturating"] == pytest.approx(3 - 1.5 / 8, abs=0.005) and expected["line"] > 3.2
+    # Two budgets fit any curve, so only the line is drawn.
+    assert study_report.learning_curve(runs[:2], "a", tmp_path / "curve.png")["expected"].keys() == {"line"}
     with pytest.raises(ValueError, match="two or more numbers of steps"):
         study_report.learning_curve([result(2, 1.5)], "a", tmp_path / "curve.png")
 

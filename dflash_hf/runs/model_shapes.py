@@ -10,7 +10,7 @@ from ..configuration_dflash import DFlashDraftConfig
 from ..modeling_dflash import DFlashDraftModel
 from ..training.objectives import compares_distributions
 from ..training_args import DFlashTrainingArguments
-from .operations import Operations, count_operations, drafter_weights
+from .operations import Operations, count_operations, drafter_weights, passed_weights
 
 
 # Logits of one chunk of the loss, in fp32 with their gradient and softmax.
@@ -74,16 +74,19 @@ class TargetShape:
     def __init__(self, config: PreTrainedConfig, taps: list[int], args: DFlashTrainingArguments):
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config)
-        layers = [sum(p.numel() for p in layer.parameters()) for layer in model.get_decoder().layers]
+        decoder_layers = model.get_decoder().layers
+        layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers]
         self.parameters = sum(p.numel() for p in model.parameters())
-        # What a token passes; embedding and head stay on the device beside it.
         compares = compares_distributions(args.objective)
-        self.read_parameters = sum(layers if compares else layers[: taps[-1] + 1])
+        num_read = len(layers) if compares else taps[-1] + 1
+        # What is held of the layers, and what a token passes; embedding and head stay on the device beside it.
+        read_parameters = sum(layers[:num_read])
+        self.passed_parameters = passed_weights(decoder_layers[:num_read], config)
         given = args.target_model_init_kwargs if isinstance(args.target_model_init_kwargs, dict) else {}
         name = str(given.get("dtype") or config.dtype or "float32").removeprefix("torch.")
         size = 2 if name in ("auto", "bfloat16", "float16") else 4
         quantization = given.get("quantization_config") or config.to_dict().get("quantization_config")
-        weights = size * (self.parameters - sum(layers)) + self.read_parameters * (
+        weights = size * (self.parameters - sum(layers)) + read_parameters * (
             size if quantization is None else _quantised_bits(quantization) / 8
         )
         tokens = args.row_length * args.per_device_train_batch_size

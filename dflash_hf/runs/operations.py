@@ -5,12 +5,18 @@ Plan, benchmark and the trainer's `total_flos` count here alone, so that their f
 """
 
 import statistics
+from collections.abc import Iterable
 from itertools import pairwise
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
 
 
 class DrafterWeights(NamedTuple):
@@ -29,6 +35,29 @@ def drafter_weights(drafter: nn.Module) -> DrafterWeights:
         keys_and_values=sum(size for parts, size in matrices if "k_proj" in parts or "v_proj" in parts),
         fc=sum(size for parts, size in matrices if "fc" in parts),
     )
+
+
+def passed_weights(layers: Iterable[nn.Module], config: PreTrainedConfig) -> int:
+    """Weights of a target's layers that each token passes; on the meta device too.
+
+    Of a mixture's routed experts these are the share that a token is sent to: transformers keeps one matrix of all
+    experts, the expert its first dimension.
+
+    Args:
+        layers: Those that run.
+        config: The configuration of the target's language model.
+    """
+    chosen, passed = config.to_dict().get("num_experts_per_tok"), 0
+    for layer in layers:
+        for name, weight in layer.named_parameters():
+            routed = "experts" in name.split(".") and weight.ndim > 1
+            if routed and chosen is None:
+                logger.warning_once(
+                    f"{config.model_type} does not say how many experts a token is sent to (num_experts_per_tok): "
+                    "the work of its target is counted as if all of them worked on every token."
+                )
+            passed += weight.numel() * chosen // weight.shape[0] if routed and chosen else weight.numel()
+    return passed
 
 
 class Operations(NamedTuple):
@@ -74,7 +103,7 @@ def count_operations(
         num_slots: Slots that the drafter computes, slot 0 of each block included.
         num_head_slots: Slots that go through the head; all but slot 0 where a block lies within its answer.
         compares: Whether the objective compares with the target's distribution.
-        target_weights: Weights of the target's layers that run.
+        target_weights: Weights that a token passes in the target's layers that run, by [`passed_weights`].
     """
     return Operations(
         target=2.0 * target_weights * num_tokens,
@@ -118,5 +147,6 @@ __all__ = [
     "batch_operations",
     "count_operations",
     "drafter_weights",
+    "passed_weights",
     "product_rate",
 ]

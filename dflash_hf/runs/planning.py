@@ -120,7 +120,7 @@ def make_plan(
     is_measured = args.device.type == "cuda"
     rate = product_rate(args.device) if is_measured else ASSUMED_RATE
     # Blocks that only fill up a row are drafted, but not compared with anything.
-    work = drafter.operations(anchors, target.read_parameters)
+    work = drafter.operations(anchors, target.passed_parameters)
     target_seconds = per_step * work.target / (rate * TARGET_EFFICIENCY)
     drafter_seconds = per_step * work.drafter / (rate * DRAFTER_EFFICIENCY)
     in_turn = shared or args.prefetch_depth == 0

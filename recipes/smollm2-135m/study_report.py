@@ -7,7 +7,7 @@ Several files are joined, so that runs spread over calls or machines stand in on
 """
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from transformers import HfArgumentParser
 
 
 BASELINE = "dpace"
-# Runs of the plot over steps that have a colour: the best ones, and the baseline.
-NAMED_RUNS = 8
+# Runs of each budget that have a colour in the plot over steps: the best ones, and the baseline.
+NAMED_RUNS = 3
 
 
 @dataclass
@@ -26,7 +26,9 @@ class ReportArguments:
     """What is joined and where it goes."""
 
     files: list[str] = field(metadata={"help": "Files of results."})
-    output_dir: str = field(default=".", metadata={"help": "Folder of table.md and study.png."})
+    output_dir: str = field(
+        default=".", metadata={"help": "Folder of table.md, study.png, and curve.png with curve.json."}
+    )
     curve: str | None = field(default=None, metadata={"help": "Run whose tau over budgets is plotted and fitted."})
 
 
@@ -92,35 +94,62 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def learning_curve(results: list[dict[str, Any]], name: str, path: Path) -> float:
-    """Plot tau against training tokens, a dot for each run of a name whatever its steps, and a fit.
+def learning_curve(results: list[dict[str, Any]], name: str, path: Path) -> dict[str, Any]:
+    """Plot tau against training tokens, a dot for each run of a name whatever its steps, and two fits.
 
-    Every dot is the end of a schedule of its own: points on the way of one run still have a high learning rate.
+    Every dot is the end of a schedule of its own: points on the way of one run still have a high learning rate. The
+    line over the logarithm of the tokens has no end; with three budgets or more, the curve that saturates (a ceiling
+    less a power of the tokens) stands beside it, and more tokens are expected to bring something between the two.
 
     Returns:
-        What twice the tokens add to tau, by a straight line over their logarithm.
+        What twice the tokens add by the line, and the tau that both expect of four times the largest budget; the same
+        is written beside the plot as JSON.
 
     Raises:
         ValueError: When there are fewer than two budgets.
     """
     runs = [result for result in results if result["name"] == name]
-    if len({result["steps"] for result in runs}) < 2:
+    num_budgets = len({result["steps"] for result in runs})
+    if num_budgets < 2:
         raise ValueError(f"Run {name} has {len(runs)} results, expected some with two or more numbers of steps.")
-    tokens = np.array([result["tokens"][str(result["steps"])] for result in runs])
+    tokens = np.array([float(result["tokens"][str(result["steps"])]) for result in runs])
     taus = np.array([final_tau(result) for result in runs])
+    more = np.geomspace(tokens.min(), tokens.max() * 4, 50)
     slope, intercept = np.polyfit(np.log2(tokens), taus, 1)
+    fits = {"line": intercept + slope * np.log2(more)}
+    if num_budgets > 2:
+        fits["saturating"] = saturating_fit(tokens, taus, more)
     pyplot = headless_pyplot()
     figure, axes = pyplot.subplots(figsize=(6, 4))
     axes.plot(tokens, taus, "o")
-    line = np.geomspace(tokens.min(), tokens.max() * 4, 50)
-    axes.plot(line, intercept + slope * np.log2(line), "--", label=f"{slope:+.3f} for twice the tokens")
+    for label, values in fits.items():
+        axes.plot(more, values, "--", label=label)
     axes.set(xscale="log", xlabel="training tokens", ylabel="acceptance length", title=name)
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
-    print(f"{name}: tau {slope:+.3f} for twice the tokens, over {len(runs)} runs.")
-    return float(slope)
+    expected = {label: float(values[-1]) for label, values in fits.items()}
+    curve = {"name": name, "runs": len(runs), "tokens": tokens.tolist(), "acceptance_length": taus.tolist()}
+    curve |= {"per_doubling": float(slope), "expected_tokens": float(more[-1]), "expected": expected}
+    path.with_suffix(".json").write_text(json.dumps(curve, indent=1) + "\n")
+    by_each = ", ".join(f"{tau:.2f} by the {label} fit" for label, tau in expected.items())
+    print(f"{name}: tau {slope:+.3f} for twice the tokens, over {len(runs)} runs; of {more[-1]:.3g} tokens {by_each}.")
+    return curve
+
+
+def saturating_fit(tokens: np.ndarray, taus: np.ndarray, more: np.ndarray) -> np.ndarray:
+    """`ceiling - scale * tokens ** -power` by least squares, at `more`; the power is searched, the rest is linear."""
+    unit = tokens.min()
+    best: tuple[float, np.ndarray] | None = None
+    for power in np.geomspace(0.01, 4.0, 400):
+        terms = np.stack([np.ones_like(tokens), (tokens / unit) ** -power], axis=1)
+        solution = np.linalg.lstsq(terms, taus, rcond=None)[0]
+        error = float(((terms @ solution - taus) ** 2).sum())
+        if best is None or error < best[0]:
+            best = error, solution[0] + solution[1] * (more / unit) ** -power
+    assert best is not None
+    return best[1]
 
 
 def headless_pyplot() -> Any:
@@ -137,13 +166,15 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     pyplot = headless_pyplot()
     groups = grouped(results)
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, max(4, 0.28 * len(groups) + 1.5)))
-    for place, ((name, steps), group) in enumerate(groups.items()):
+    drawn: Counter[int] = Counter()
+    for (name, steps), group in groups.items():
         points = sorted(group[0]["acceptance_length"], key=int)
         taus = [mean(result["acceptance_length"][point] for result in group) for point in points]
-        named = name == BASELINE or place < NAMED_RUNS
+        named = name == BASELINE or drawn[steps] < NAMED_RUNS
+        drawn[steps] += 1
         style = {"label": f"{name}, {steps}", "zorder": 3} if named else {"color": "0.85"}
         left.plot([int(point) for point in points], taus, marker=".", **style)
-    left.set(xlabel="step", ylabel="acceptance length")
+    left.set(xlabel="step", ylabel="acceptance length", xscale="log")
     left.legend(fontsize=8)
     for place, ((name, _), group) in enumerate(groups.items()):
         taus = [final_tau(result) for result in group]
