@@ -25,7 +25,7 @@ from dflash_hf.cli import parse_config
 
 HERE = Path(__file__).resolve().parent
 TRAIN_COMMAND = (
-    "python recipes/smollm2-135m/study.py --data FOLDER --runs muon-48 --num_layers 3 --block_size 8 "
+    "python recipes/smollm2-135m/study.py --data FOLDER --runs muon-48 --steps 4040 --num_layers 3 --block_size 8 "
     "--intermediate_size 768 --save_drafters true"
 )
 
@@ -34,8 +34,8 @@ def main() -> None:
     demo, args = parse_config((DemoArguments, DFlashTrainingArguments), default_config=HERE / "config.yaml")
     start = time.time()
     stage = Stage(demo, args)
-    # Early, so that a drafter that cannot be read or continued is refused before minutes of work.
-    trained = load_trained(stage)
+    # Early, so that what cannot be read or continued is refused before minutes of work.
+    continued, trained = continued_args(demo, args), load_trained(stage)
     say_agreement(stage)
 
     drafter = new_drafter(stage)
@@ -48,7 +48,7 @@ def main() -> None:
     print(f"Drafter, results.json and training.png are in {args.output_dir}.")
 
     if trained is not None:
-        play_second(stage, trained, first)
+        play_second(stage, trained, continued, first)
     elif demo.drafter is not None:
         print(
             f"\nThere is no second act: it would continue the trained drafter in {demo.drafter}, which is not there. "
@@ -58,25 +58,31 @@ def main() -> None:
     print(f"{time.time() - start:.0f} s in all.")
 
 
-def play_second(stage: Stage, trained: DFlashDraftModel, first: Act) -> None:
-    """Continue a trained drafter on the chats of the first act."""
-    demo = stage.demo
-    args = replace(
-        stage.args,
-        output_dir=str(Path(stage.args.output_dir) / "continued"),
+def continued_args(demo: DemoArguments, args: DFlashTrainingArguments) -> DFlashTrainingArguments:
+    """Those of the second act: gentler, since the drafter has something to lose."""
+    return replace(
+        args,
+        output_dir=str(Path(args.output_dir) / "continued"),
+        objective=demo.continue_objective,
         learning_rate=demo.continue_learning_rate,
         warmup_steps=demo.continue_warmup_steps,
         num_train_epochs=demo.continue_epochs,
     )
-    print(f"\nAct two: the trained drafter {demo.drafter} continues on the same chats. {describe(trained)}")
+
+
+def play_second(stage: Stage, trained: DFlashDraftModel, args: DFlashTrainingArguments, first: Act) -> None:
+    """Continue a trained drafter on the chats of the first act."""
+    print(f"\nAct two: the trained drafter {stage.demo.drafter} continues on the same chats. {describe(trained)}")
     second = stage.play(trained, args)
     report(second, stage.questions, stage.tokenizer, Path(args.output_dir))
-    tau = [act.acceptance_length for act in (first.after["unseen"], second.before["unseen"], second.after["unseen"])]
-    print(f"Drafter, results.json and training.png are in {args.output_dir}.")
-    print(
-        f"\nUnseen chats: {tau[0]:.2f} after learning from nothing, {tau[1]:.2f} by the trained drafter as it came, "
-        f"{tau[2]:.2f} after continuing it."
-    )
+    print(f"Drafter, results.json and training.png are in {args.output_dir}.\n")
+    for name in first.after:
+        reports = (first.after[name], second.before[name], second.after[name])
+        tau = [f"{report.acceptance_length:.2f}" for report in reports]
+        print(
+            f"{name.capitalize()} chats: {tau[0]} after learning from nothing, {tau[1]} by the trained drafter as it "
+            f"came, {tau[2]} after continuing it."
+        )
 
 
 def new_drafter(stage: Stage) -> DFlashDraftModel:

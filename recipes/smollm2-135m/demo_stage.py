@@ -44,9 +44,10 @@ class DemoArguments:
         default=str(TRAINED_DRAFTER),
         metadata={"help": "Trained drafter (folder or Hub id) that the second act continues; null leaves it out."},
     )
-    continue_learning_rate: float = field(default=2e-5, metadata={"help": "Learning rate of the second act."})
+    continue_objective: str = field(default="dpace", metadata={"help": "Objective of the second act."})
+    continue_learning_rate: float = field(default=1.2e-3, metadata={"help": "Its learning rate."})
     continue_warmup_steps: float = field(default=0.1, metadata={"help": "Its steps of warm-up, or their share."})
-    continue_epochs: float = field(default=1.0, metadata={"help": "Its passes over the chats."})
+    continue_epochs: float = field(default=2.0, metadata={"help": "Its passes over the chats."})
 
 
 class Stage:
@@ -108,7 +109,7 @@ class Stage:
     def frozen_target(self, taps: list[int]) -> RememberingTarget:
         """The target as trainers take it; drafters that read the same layers share the hidden states."""
         if tuple(taps) not in self._frozen:
-            final_states = compares_distributions(self.args.objective)
+            final_states = any(map(compares_distributions, (self.args.objective, self.demo.continue_objective)))
             device = place_target(self.args)[0]
             self._frozen[tuple(taps)] = RememberingTarget(self.target, taps, device, final_states=final_states)
         return self._frozen[tuple(taps)]
