@@ -13,6 +13,7 @@ import tiny
 import torch
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, FrozenTarget
+from dflash_hf.validation.validate import validate_checkpoint
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,6 +21,19 @@ FOLDER = ROOT / "recipes" / "smollm2-135m"
 SMALL = ["--mask_token_id", "260", "--num_train_epochs", "2", "--max_new_tokens", "8", "--num_train_chats", "4"]
 SMALL += ["--num_seen_prompts", "2", "--num_unseen_prompts", "3", "--use_cpu", "true", "--disable_tqdm", "true"]
 SMALL += ["--continue_epochs", "3"]
+
+
+def test_the_trained_drafter_is_sound_small_and_of_this_target():
+    folder = FOLDER / "drafter"
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    report = validate_checkpoint(folder)
+    assert report.ok and "0 warning(s)" in str(report)
+    assert (folder / "model.safetensors").stat().st_size < 20e6
+    assert "*.safetensors binary" in (ROOT / ".gitattributes").read_text().splitlines()
+    config, target = (json.loads(path.read_text()) for path in (folder / "config.json", FOLDER / "target-config.json"))
+    assert config["num_target_layers"] == target["num_hidden_layers"]
+    assert [config[name] for name in ("hidden_size", "vocab_size")] == [target["hidden_size"], target["vocab_size"]]
+    assert "/" not in (folder / "config.json").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -95,15 +109,17 @@ def test_the_demo_plays_two_acts(folders, tmp_path):
     assert "speed_up" in second["unseen"]["before"] and second["unseen"]["before"]["speed_up"] > 0
     came, went = (DFlashDraftModel.from_pretrained(folder) for folder in (folders / "drafter", tmp_path / "continued"))
     assert all(not torch.equal(a.float(), b) for a, b in zip(came.parameters(), went.parameters(), strict=True))
-    # Both acts show the same table, and their speeds.
-    assert done.stdout.count("| 3 unseen") == done.stdout.count("unseen chats: ") == 2
-    taus = [
-        results["unseen"][when]["acceptance_length"]
-        for results, when in ((first, "after"), (second, "before"), (second, "after"))
-    ]
-    assert "{:.2f} after learning from nothing, {:.2f} by the trained drafter as it came, {:.2f}".format(*taus) in (
-        done.stdout
-    )
+    # Both acts show the same table and their speeds, and the end holds them together.
+    assert done.stdout.count("| 3 unseen") == done.stdout.count("\nunseen chats: ") == 2
+    for name in ("seen", "unseen"):
+        taus = [
+            results[name][when]["acceptance_length"]
+            for results, when in ((first, "after"), (second, "before"), (second, "after"))
+        ]
+        said = "{} chats: {:.2f} after learning from nothing, {:.2f} by the trained drafter as it came, {:.2f} after"
+        assert said.format(name.capitalize(), *taus) in done.stdout
+    settings = torch.load(tmp_path / "continued" / "training_args.bin", weights_only=False)
+    assert (settings.objective, settings.learning_rate, settings.num_train_epochs) == ("dpace", 1.2e-3, 3)
 
 
 def test_the_target_answers_and_runs_over_each_chat_once(demo, monkeypatch, folders, tmp_path):
@@ -157,6 +173,9 @@ def test_a_drafter_that_cannot_be_continued_is_refused_before_the_first_act(demo
         play(demo, monkeypatch, words(folders, tmp_path / "run", tmp_path / "other"))
     with pytest.raises(OSError, match="no-such-folder"):
         play(demo, monkeypatch, words(folders, tmp_path / "run", tmp_path / "no-such-folder"))
+    with pytest.raises(ValueError, match="objective='none' is unknown"):
+        given = words(folders, tmp_path / "run", folders / "drafter")
+        play(demo, monkeypatch, [*given, "--continue_objective", "none"])
 
 
 def test_remembered_states_are_those_of_the_target(demo, monkeypatch):
