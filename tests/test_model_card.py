@@ -38,13 +38,18 @@ from dflash_hf.publishing.training_facts import (
 from dflash_hf.validation.checkpoint import Checkpoint
 from dflash_hf.validation.reading import read_folder
 from dflash_hf.validation.validate import serving_commands
-from dflash_hf.yaml_mapping import load_yaml_mapping
 
 
 ROOT = Path(__file__).parents[1]
 RECIPES = runpy.run_path(str(ROOT / "recipes" / "model_cards.py"))
 CARDS = sorted((ROOT / "model_cards").glob("*.md"))
-CONFIGS = {"SmolLM2-135M-Instruct-DFlash-demo": "smollm2-135m", "Qwen3.6-27B-DFlash": "qwen3.6-27b"}
+SMALL = json.loads((ROOT / "recipes" / "smollm2-135m" / "drafter" / "config.json").read_text())
+TRAINED_BY = {
+    "SmolLM2-135M-Instruct-DFlash-demo": RECIPES["recipe_of"]("smollm2-135m"),
+    "SmolLM2-135M-Instruct-DFlash": RECIPES["study_recipe"](RECIPES["study_row"]("muon-48-small", 4040))
+    | {"block_size": SMALL["block_size"]},
+    "Qwen3.6-27B-DFlash": RECIPES["recipe_of"]("qwen3.6-27b"),
+}
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -78,7 +83,7 @@ def assert_commands(text: str, repo_id: str, target: str, block_size: int) -> No
 @pytest.mark.parametrize("path", CARDS, ids=lambda path: path.stem)
 def test_our_cards_parse_and_their_commands_match_the_recipe(path):
     text = path.read_text()
-    recipe = load_yaml_mapping(ROOT / "recipes" / CONFIGS[path.stem] / "config.yaml")[0]
+    recipe = TRAINED_BY[path.stem]
     card = ModelCard(text)
     # What ModelCard could not read it would leave out: written again it is the same.
     assert ModelCardData(**card.data.to_dict()).to_dict() == card.data.to_dict()
