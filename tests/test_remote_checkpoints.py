@@ -241,7 +241,8 @@ def test_a_run_killed_during_an_upload_goes_on_from_what_arrived_before(store, t
         stall="checkpoint-4/optimizer.pt",
         max_steps=8,
         log=tmp_path / "log",
-        seconds=0.5,
+        # Time for the copy of checkpoint 2 to arrive, on a busy machine too: a newer one would take its place.
+        seconds=1.5,
         save_steps=2,
     )
     deadline = time.monotonic() + 120
