@@ -257,7 +257,7 @@ class Benchmark:
         for case in self.cases:
             batch, context = self.inputs(case, drafter.config)
             if "target" in self.parts:
-                work = step_operations(drafter, batch, target.layers).target
+                work = step_operations(drafter, batch, target).target
                 self.target_part(case, target, twin, batch, work)
             if "transfer" in self.parts:
                 side = transfer_side(context, self.target_device, self.device)
@@ -272,7 +272,7 @@ class Benchmark:
                     torch.compiler.reset()
                 first, optimizer = self.variants[0], (self.optimizers or ["adamw"])[0]
                 step = self.drafter_step(make_variant(drafter, first), head, case, first, optimizer)
-                work = step_operations(drafter, step.batch, target.layers)
+                work = step_operations(drafter, step.batch, target)
                 measured = self.measure([step_side(target, step)])["step"]
                 self.add(case, "step", measured, work.target + work.drafter)
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3_5TextConfig, Qwen3Config
 
-from dflash_hf import DataCollatorForDFlash, DFlashDraftConfig, DFlashDraftModel
-from dflash_hf.runs.operations import Operations, batch_operations, drafter_weights
+from dflash_hf import DataCollatorForDFlash, DFlashDraftConfig, DFlashDraftModel, FrozenTarget
+from dflash_hf.runs.operations import Operations, batch_operations, drafter_weights, passed_weights
 from dflash_hf.target.head import FrozenHead
 
 
@@ -241,10 +241,12 @@ def uneven_lengths(num_tokens: int, num_documents: int, seed: int = 0) -> list[i
 
 
 def step_operations(
-    drafter: DFlashDraftModel, batch: dict[str, Any], target_layers: torch.nn.ModuleList | None = None
+    drafter: DFlashDraftModel, batch: dict[str, Any], target: FrozenTarget | None = None
 ) -> Operations:
-    """Operations of a step on a batch; the target's where its layers are given."""
+    """Operations of a step on a batch; the target's where it is given."""
     config: Any = drafter.config
-    weights = sum(p.numel() for p in target_layers.parameters()) if target_layers is not None else 0
+    weights = 0
+    if target is not None:
+        weights = passed_weights(target.layers, target.model.config.get_text_config(decoder=True))
     head = config.vocab_size * config.hidden_size
     return batch_operations(drafter_weights(drafter), head, batch, target_weights=weights)

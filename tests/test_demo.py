@@ -48,17 +48,7 @@ def folders(tmp_path_factory) -> Path:
         target.config, num_hidden_layers=1, num_taps=5, mask_token_id=tiny.MASK_TOKEN_ID, block_size=4
     )
     DFlashDraftModel(config).save_pretrained(root / "drafter", dtype=torch.bfloat16)
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"Question {i}?"},
-                {"role": "assistant", "content": f"An answer of some length, number {i}."},
-            ],
-            "split": "test" if i % 3 == 2 else "train",
-        }
-        for i in range(12)
-    ]
-    (root / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tiny.write_chats(root / "completions.jsonl")
     return root
 
 

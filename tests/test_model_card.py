@@ -104,6 +104,18 @@ def test_our_cards_are_those_of_the_recipes_now():
         assert str(RECIPES["CARDS"][path.name]()) + "\n" == path.read_text()
 
 
+def test_the_figures_of_the_trained_drafter_are_those_of_its_readme():
+    folder = ROOT / "recipes" / "smollm2-135m"
+    readme = " ".join((folder / "README.md").read_text().split())
+    text = (ROOT / "model_cards" / "SmolLM2-135M-Instruct-DFlash.md").read_text()
+    tau, low, high, sampled = re.search(
+        r"64 tokens each, in fp32: ([\d.]+) \(([\d.]+) to ([\d.]+)\) greedily.*? ([\d.]+) \([\d.]+ to [\d.]+\) at "
+        r"temperature 0.7",
+        readme,
+    ).groups()
+    assert f"| 50 | {tau} | {low} to {high} |" in text and f"at temperature 0.7 it is {sampled}." in text
+
+
 def test_the_figures_of_the_demo_are_those_of_its_readme():
     readme = (ROOT / "recipes" / "smollm2-135m" / "README.md").read_text()
     card = ModelCard.load(ROOT / "model_cards" / "SmolLM2-135M-Instruct-DFlash-demo.md")

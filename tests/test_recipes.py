@@ -34,19 +34,7 @@ def target_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def completions(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "completions.jsonl"
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"Question {i}?"},
-                {"role": "assistant", "content": f"An answer of some length, number {i}."},
-            ],
-            "split": "test" if i % 3 == 2 else "train",
-        }
-        for i in range(12)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return tiny.write_chats(tmp_path_factory.mktemp("data") / "completions.jsonl")
 
 
 def run(*words: str | Path, cwd: Path = ROOT) -> str:

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny targets, drafters and a tokenizer, made from nothing, so that the tests need no download."""
 
+import json
+from pathlib import Path
+
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -43,6 +46,22 @@ def byte_tokenizer(chat_template: str | None = CHATML_TEMPLATE) -> PreTrainedTok
     )
     tokenizer.chat_template = chat_template
     return tokenizer
+
+
+def write_chats(path: Path) -> Path:
+    """Twelve chats of one turn as JSON lines, every third one in the split `test`, the others in `train`."""
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"Question {i}?"},
+                {"role": "assistant", "content": f"An answer of some length, number {i}."},
+            ],
+            "split": "test" if i % 3 == 2 else "train",
+        }
+        for i in range(12)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def _target(model_class: type[PreTrainedModel], config, seed: int, scale: float) -> PreTrainedModel:

@@ -47,17 +47,21 @@ def passed_weights(layers: Iterable[nn.Module], config: PreTrainedConfig) -> int
         layers: Those that run.
         config: The configuration of the target's language model.
     """
-    chosen, passed = config.to_dict().get("num_experts_per_tok"), 0
-    for layer in layers:
-        for name, weight in layer.named_parameters():
-            routed = "experts" in name.split(".") and weight.ndim > 1
-            if routed and chosen is None:
-                logger.warning_once(
-                    f"{config.model_type} does not say how many experts a token is sent to (num_experts_per_tok): "
-                    "the work of its target is counted as if all of them worked on every token."
-                )
-            passed += weight.numel() * chosen // weight.shape[0] if routed and chosen else weight.numel()
-    return passed
+    chosen = config.to_dict().get("num_experts_per_tok")
+    weights = [
+        ("experts" in name.split(".") and weight.ndim > 1, weight)
+        for layer in layers
+        for name, weight in layer.named_parameters()
+    ]
+    if chosen is None and any(routed for routed, _ in weights):
+        logger.warning_once(
+            f"{config.model_type} does not say how many experts a token is sent to (num_experts_per_tok): the work of "
+            "its target is counted as if all of them worked on every token."
+        )
+    return sum(
+        weight.numel() * chosen // weight.shape[0] if routed and chosen else weight.numel()
+        for routed, weight in weights
+    )
 
 
 class Operations(NamedTuple):

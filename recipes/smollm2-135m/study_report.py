@@ -119,16 +119,7 @@ def learning_curve(results: list[dict[str, Any]], name: str, path: Path) -> dict
     fits = {"line": intercept + slope * np.log2(more)}
     if num_budgets > 2:
         fits["saturating"] = saturating_fit(tokens, taus, more)
-    pyplot = headless_pyplot()
-    figure, axes = pyplot.subplots(figsize=(6, 4))
-    axes.plot(tokens, taus, "o")
-    for label, values in fits.items():
-        axes.plot(more, values, "--", label=label)
-    axes.set(xscale="log", xlabel="training tokens", ylabel="acceptance length", title=name)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    plot_curve(name, tokens, taus, more, fits, path)
     expected = {label: float(values[-1]) for label, values in fits.items()}
     curve = {"name": name, "runs": len(runs), "tokens": tokens.tolist(), "acceptance_length": taus.tolist()}
     curve |= {"per_doubling": float(slope), "expected_tokens": float(more[-1]), "expected": expected}
@@ -141,15 +132,30 @@ def learning_curve(results: list[dict[str, Any]], name: str, path: Path) -> dict
 def saturating_fit(tokens: np.ndarray, taus: np.ndarray, more: np.ndarray) -> np.ndarray:
     """`ceiling - scale * tokens ** -power` by least squares, at `more`; the power is searched, the rest is linear."""
     unit = tokens.min()
-    best: tuple[float, np.ndarray] | None = None
-    for power in np.geomspace(0.01, 4.0, 400):
+
+    def fit(power: float) -> tuple[float, np.ndarray]:
         terms = np.stack([np.ones_like(tokens), (tokens / unit) ** -power], axis=1)
-        solution = np.linalg.lstsq(terms, taus, rcond=None)[0]
-        error = float(((terms @ solution - taus) ** 2).sum())
-        if best is None or error < best[0]:
-            best = error, solution[0] + solution[1] * (more / unit) ** -power
-    assert best is not None
-    return best[1]
+        ceiling, scale = np.linalg.lstsq(terms, taus, rcond=None)[0]
+        error = ((terms @ [ceiling, scale] - taus) ** 2).sum()
+        return float(error), ceiling + scale * (more / unit) ** -power
+
+    return min(map(fit, np.geomspace(0.01, 4.0, 400)), key=lambda result: result[0])[1]
+
+
+def plot_curve(
+    name: str, tokens: np.ndarray, taus: np.ndarray, more: np.ndarray, fits: dict[str, np.ndarray], path: Path
+) -> None:
+    """A dot for each run, a line for each fit."""
+    pyplot = headless_pyplot()
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    axes.plot(tokens, taus, "o")
+    for label, values in fits.items():
+        axes.plot(more, values, "--", label=label)
+    axes.set(xscale="log", xlabel="training tokens", ylabel="acceptance length", title=name)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
 def headless_pyplot() -> Any:
