@@ -6,7 +6,7 @@
 
 Prompts are JSON lines of {"prompt": "..."} or {"messages": [...]}, with an optional "source" and "language" for the
 tables, and "tools" and "chat_template_kwargs" as in training data. Results go to `output_dir`: results.json,
-results.md and acceptance.png. They are written every minute, after each drafter or server, and with what is measured
+results.md and acceptance.png. They are written every minute, after each walk or server, and with what is measured
 so far when the run is interrupted or fails.
 """
 
@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import transformers
+from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedModel
 
 import dflash_hf
@@ -201,14 +202,14 @@ class Results:
     finished: bool = False
     written: float = field(default_factory=time.monotonic)
 
-    def keep(self, name: str, report: AcceptanceReport) -> None:
-        """Keep a report so far, with where its prompts are from."""
-        answers = [
-            replace(answer, source=prompt.source, language=prompt.language)
-            for answer, prompt in zip(report.prompts, self.prompts, strict=False)
-        ]
-        self.reports[name] = replace(report, prompts=answers)
+    def keep(self, name: str, report: AcceptanceReport) -> AcceptanceReport:
+        """Keep a drafter's report of one more prompt, with where that is from; gives the report so far."""
+        earlier = self.reports[name].prompts if name in self.reports else []
+        prompt, (answer,) = self.prompts[len(earlier)], report.prompts
+        answer = replace(answer, source=prompt.source, language=prompt.language)
+        self.reports[name] = replace(report, prompts=[*earlier, answer])
         self.write_now_and_then()
+        return self.reports[name]
 
     def keep_server(self, url: str, report: ServerReport) -> None:
         """Keep a server's report so far."""
@@ -291,25 +292,52 @@ def evaluate(args: EvaluationArguments, results: Results) -> None:
         "drafter_shapes": shapes,
     }
     warm_up = replace(settings, max_new_tokens=min(64, args.max_new_tokens))
+    plain_answers(target, ids[:1], warm_up, progress=False)
     # What is wrong with any of them shows before hours are spent on the others.
-    for name in configs:
+    drafters = {}
+    for name, config in configs.items():
         print(f"Decoding with {name}", file=sys.stderr)
         with refusing():
             drafter = load_drafter(name, target)
             try:
-                measure_acceptance(target, drafter, ids[:1], check_lossless=False, progress=False, settings=warm_up)
+                with beside(target, drafter):
+                    measure_acceptance(
+                        target, drafter, ids[:1], check_lossless=False, progress=False, settings=warm_up
+                    )
             except FloatingPointError as error:
                 raise FloatingPointError(f"With {name}: {error}") from error
-    plain_answers(target, ids[:1], warm_up, progress=False)
-    plain = plain_answers(target, ids, settings)
-    for name in configs:
-        drafter = load_drafter(name, target)
-        shapes[name] = {"parameters": drafter.num_parameters(), "block_size": drafter.config.block_size}
-        keep = partial(results.keep, name)
-        report = measure_acceptance(target, drafter, ids, settings=settings, plain=plain, keep=keep)
+        drafters[name] = drafter
+        shapes[name] = {"parameters": drafter.num_parameters(), "block_size": config.block_size}
+    decode(target, drafters, ids, settings, results)
+    for name, drafter in drafters.items():
         if args.check_walk and not args.sample_drafts:
-            results.walked[name] = walked_acceptance_length(target, drafter, report)
+            with beside(target, drafter):
+                results.walked[name] = walked_acceptance_length(target, drafter, results.reports[name])
         results.write()
+
+
+def decode(
+    target: PreTrainedModel,
+    drafters: dict[str, DFlashDraftModel],
+    ids: list[list[int]],
+    settings: DecodingSettings,
+    results: Results,
+) -> None:
+    """Each prompt plainly and by each drafter.
+
+    Not one drafter after the other: machines become faster and slower by tens of percent within minutes, which the
+    speed-ups would then hold.
+    """
+    with tqdm(ids, desc="decoding", unit="prompt") as bar:
+        for row in bar:
+            plain = plain_answers(target, [row], settings, progress=False)
+            lengths = []
+            for name, drafter in drafters.items():
+                with beside(target, drafter):
+                    report = measure_acceptance(target, drafter, [row], settings=settings, plain=plain, progress=False)
+                report = results.keep(name, report)
+                lengths.append(f"{report.acceptance_length:.2f} x{report.speed_up:.2f}")
+            bar.set_postfix_str(f"acceptance length and speed-up {', '.join(lengths)}")
 
 
 def load_target(args: EvaluationArguments, prompts: list[EvaluationPrompt]) -> tuple[PreTrainedModel, list[list[int]]]:
@@ -336,8 +364,24 @@ def measure_servers(args: EvaluationArguments, results: Results) -> None:
 
 
 def load_drafter(name: str, target: PreTrainedModel) -> DFlashDraftModel:
-    """A drafter on the target's device and in its type, as a server runs it."""
-    return DFlashDraftModel.from_pretrained(name).to(target.device, target.dtype).eval()
+    """A drafter in the target's type, as a server runs it."""
+    return DFlashDraftModel.from_pretrained(name).to(target.dtype).eval()
+
+
+@contextmanager
+def beside(target: PreTrainedModel, drafter: DFlashDraftModel) -> Iterator[None]:
+    """A drafter on the target's device, where it stays as long as there is room for another one and its answers."""
+    drafter.to(target.device)
+    try:
+        yield
+    finally:
+        if target.device.type == "cuda" and torch.cuda.mem_get_info(target.device)[0] < 4 * size_of(drafter):
+            drafter.to("cpu")
+
+
+def size_of(drafter: DFlashDraftModel) -> int:
+    """Bytes of its weights."""
+    return sum(p.numel() * p.element_size() for p in drafter.parameters())
 
 
 def request_settings(args: EvaluationArguments) -> dict[str, Any]:
@@ -371,13 +415,13 @@ def server_result(report: ServerReport) -> dict[str, Any]:
 
 def report_result(report: AcceptanceReport) -> dict[str, Any]:
     """A drafter's figures and answers in JSON types."""
-    low, high = report.bootstrap_interval()
+    intervals = {"interval": report.bootstrap_interval(), "speed_up_interval": report.speed_up_interval()}
     groups = {
         "by_source": report.groups(lambda prompt: prompt.source),
         "by_language": report.groups(lambda prompt: prompt.language),
     }
     return (
-        {"interval": None if low != low else [low, high]}
+        {name: None if low != low else [low, high] for name, (low, high) in intervals.items()}
         | {title: {name: part.summary() for name, part in parts.items()} for title, parts in groups.items()}
         | {"by_position": report.by_position(max(1, report.max_new_tokens // 16))}
         | report.to_dict()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The recipe that measures drafters: what it asks, decodes, writes and refuses."""
 
+import gzip
 import importlib.util
 import json
 import sys
@@ -16,8 +17,10 @@ from test_serving import start  # noqa: F401 (a fixture)
 import dflash_hf
 from dflash_hf import acceptance
 from dflash_hf.cli import parse_config
+from dflash_hf.decoding import plain_answers as plain_answers_module
 from dflash_hf.decoding import server_client
 from dflash_hf.decoding import state as decoding_state
+from dflash_hf.decoding.plain_answers import PlainAnswer
 from dflash_hf.decoding.prompts import (
     PRESETS,
     EvaluationPrompt,
@@ -92,6 +95,8 @@ def test_several_drafters_side_by_side(run, folders, prompt_file):
         assert results["walked"][name] == pytest.approx(report["acceptance_length"])
         assert list(report["by_source"]) == ["chat", "maths"] and list(report["by_language"]) == ["en", "de"]
         assert report["speed_up"] == pytest.approx(report["tokens_per_second"] / report["plain_tokens_per_second"])
+        low, high = report["speed_up_interval"]
+        assert 0 < low <= report["speed_up"] <= high
         assert sum(report["committed_histogram"]) == report["forwards"] and report["by_position"][0]["position"] == 0
         assert "3 of 3, 0 ties, 0 differ" in table
         assert f"| {name} | {report['acceptance_length']:.2f} |" in table
@@ -103,6 +108,30 @@ def test_several_drafters_side_by_side(run, folders, prompt_file):
     # A speed-up says nothing without it.
     assert settings["hardware"].startswith("CPU (") and settings["hardware"].endswith("threads")
     assert table.split("\nSettings:")[0] in printed + "\n"
+
+
+def test_a_machine_that_slows_down_changes_no_speed_up(run, folders, prompt_file, monkeypatch):
+    """Each prompt is decoded in all ways before the next one, so that a drift of the machine falls on all alike."""
+    seconds, order = iter(range(1, 1000)), []
+
+    def plain_answer(target, input_ids, settings):
+        order.append("plain")
+        return PlainAnswer([7] * 8, 2.0 * next(seconds))
+
+    def decoded(target, drafter, input_ids, settings):
+        order.append("drafter")
+        return PromptAcceptance(input_ids[0].tolist(), [7] * 8, [7], [6], seconds=float(next(seconds)))
+
+    monkeypatch.setattr(plain_answers_module, "plain_answer", plain_answer)
+    monkeypatch.setattr(acceptance, "_decode_prompt", decoded)
+    results, *_ = run(
+        "--target", folders / "target", "--drafters", folders / "first", folders / "second", "--prompts", prompt_file,
+        "--max_new_tokens", 8, "--device", "cpu", "--check_walk", "false",
+    )  # fmt: skip
+    assert order[3:] == ["plain", "drafter", "drafter"] * 3
+    first, second = (results["drafters"][str(folders / name)]["speed_up"] for name in ("first", "second"))
+    # Seconds 4, 7, 10 of the plain answers, doubled, and 5, 8, 11 and 6, 9, 12 of the drafters.
+    assert first == pytest.approx(42 / 24) and second == pytest.approx(42 / 27)
 
 
 def test_sampling_and_thinking_reach_the_models(run, folders, prompt_file, monkeypatch):
@@ -202,7 +231,7 @@ def test_an_interrupt_loses_nothing_that_was_computed(run, folders, prompt_file,
 
     def interrupted(*args, **kwargs):
         calls.append(1)
-        # Two warm-ups, three prompts, and of the second drafter two.
+        # Two warm-ups, two prompts by both drafters, and the third by the first.
         if len(calls) == 8:
             raise stop
         return original(*args, **kwargs)
@@ -216,7 +245,7 @@ def test_an_interrupt_loses_nothing_that_was_computed(run, folders, prompt_file,
     results = json.loads((tmp_path / "results" / "results.json").read_text())
     first, second = results["drafters"].values()
     assert (first["num_prompts"], second["num_prompts"], results["finished"]) == (3, 2, False)
-    assert list(results["walked"]) == [str(folders / "first")] and list(second["by_source"]) == ["chat"]
+    assert results["walked"] == {} and list(second["by_source"]) == ["chat"]
     assert "The run did not finish" in (tmp_path / "results" / "results.md").read_text()
     assert sorted(path.name for path in (tmp_path / "results").iterdir()) == [
         "acceptance.png",
@@ -272,11 +301,12 @@ def test_the_readme_commands_are_understood(run):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 1 is not JSON"),
-        ("[1]", 'either "prompt" or "messages"'),
+        ("{", r"prompts\.jsonl:1: the line is not JSON"),
+        ("[1]", "expected a JSON object, got list"),
+        ("{}", 'either "prompt" or "messages"'),
         ('{"prompt": "a", "messages": []}', 'either "prompt" or "messages"'),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "no text to be answered"),
-        ("\n", "holds no prompts"),
+        ("\n", "holds no row"),
         ('{"messages": "Hi"}', 'expected messages of a "role" and a "content"'),
         ('{"messages": ["Hi"]}', "message 0 must be a dict with a string `role`"),
         ('{"messages": [{"content": "Hi"}]}', "message 0 must be a dict with a string `role`"),
@@ -285,9 +315,9 @@ def test_the_readme_commands_are_understood(run):
         ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "a part of the type 'image_url'"),
         ('{"prompt": 5}', "`content` must be a string or a list of parts, got int"),
         ('{"prompt": " "}', "no text to be answered"),
-        ('{"prompt": "\\ud800"}', "line 1 holds text that is no valid Unicode"),
-        ('{"prompt": "a", "source": "\\ud800"}', "line 1 holds text that is no valid Unicode"),
-        ("[" * 100_000, "line 1 is nested too deeply"),
+        ('{"prompt": "\\ud800"}', "jsonl:1 holds text that is no valid Unicode"),
+        ('{"prompt": "a", "source": "\\ud800"}', "jsonl:1 holds text that is no valid Unicode"),
+        ("[" * 100_000, "jsonl:1: the line is nested too deeply"),
         ('{"prompt": "a", "tools": "x"}', "`tools` is a string but not JSON"),
         (
             '{"prompt": "a", "chat_template_kwargs": {"tokenize": false}}',
@@ -308,10 +338,22 @@ def test_lines_that_are_no_prompts_are_named(tmp_path, line, message):
 
 def test_a_file_of_another_kind_is_refused(tmp_path):
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "Grüße"}'.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"latin\.jsonl is not UTF-8"):
+    with pytest.raises(ValueError, match=r"latin\.jsonl:1: the line is not JSON in UTF-8"):
         read_prompts(tmp_path / "latin.jsonl")
-    with pytest.raises(ValueError, match="is a folder"):
-        read_prompts(tmp_path)
+    (tmp_path / "prompts.csv").write_text("a,b\n")
+    with pytest.raises(ValueError, match="so its format is unknown"):
+        read_prompts(tmp_path / "prompts.csv")
+
+
+def test_prompts_are_read_from_all_that_training_data_is_read_from(tmp_path):
+    """As the file of chats that a drafter was trained on, or one of its kind that was kept apart."""
+    rows = [{"prompt": "a", "messages": None}, {"prompt": "b", "messages": None}]
+    with gzip.open(tmp_path / "first.jsonl.gz", "wt") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "second.parquet")
+    assert [(p.messages[0]["content"], p.source) for p in read_prompts(tmp_path)] == [
+        ("a", "first"), ("b", "first"), ("a", "second"), ("b", "second"),
+    ]  # fmt: skip
 
 
 def test_line_ends_inside_texts_are_no_line_ends(tmp_path):

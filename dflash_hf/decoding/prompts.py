@@ -3,6 +3,7 @@
 
 import importlib
 import json
+import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..data.chat_messages import RowError, clean_messages, clean_tools
 from ..data.chat_rows import template_kwargs
+from ..data.conversations import SOURCE_KEY, read_completions
+from ..data.sources import SUFFIXES
 
 
 _REASONING = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -38,50 +41,38 @@ class EvaluationPrompt:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-def read_prompts(path: str | Path) -> list[EvaluationPrompt]:
-    """Read JSON lines of `{"prompt": "..."}` or `{"messages": [...]}`.
+def read_prompts(path: str | os.PathLike) -> list[EvaluationPrompt]:
+    """Read rows of `{"prompt": "..."}` or `{"messages": [...]}`, from all that training data is read from.
 
     They may have a `source`, a `language`, `tools` and `chat_template_kwargs`, which are read as those of training
     data. Of a chat that ends in an answer, as training data does, the answer is left out. The file's name is the
     source of those that name none.
 
+    Args:
+        path: As in [`read_completions`]: a file of JSON lines, compressed or not, or of Parquet, or a folder of them.
+
     Raises:
         FileNotFoundError: No such file.
-        ValueError: A line that is no prompt, named by its number; or no prompt at all.
+        ValueError: A row that is no prompt, named by its place; no prompt at all; or a file of another kind.
     """
-    try:
-        # Editors put a mark in front; texts may hold other line ends than a file's, as U+2028.
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error}). Convert it.") from error
-    except IsADirectoryError as error:
-        raise ValueError(f"{path} is a folder; expected a file of JSON lines.") from error
-    prompts = [
-        _prompt(line, f"{path}, line {number}", Path(path).stem)
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
-    if not prompts:
-        raise ValueError(f"{path} holds no prompts; expected one JSON object per line.")
-    return prompts
+    return [_prompt(row) for row in read_completions(path)]
 
 
-def _prompt(line: str, place: str, default_source: str) -> EvaluationPrompt:
+def _prompt(row: dict[str, Any]) -> EvaluationPrompt:
+    place = row.pop(SOURCE_KEY)
+    # Of Parquet, a column that a row lacks.
+    row = {name: value for name, value in row.items() if value is not None}
     try:
-        row = json.loads(line)
         # Half a surrogate pair, which JSON can spell, is neither a prompt nor a name in a table.
-        json.dumps(row, ensure_ascii=False).encode()
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place} is not JSON ({error}): {line[:80]!r}.") from error
-    except RecursionError as error:
-        raise ValueError(f"{place} is nested too deeply to be read: {line[:80]!r}.") from error
+        text = json.dumps(row, ensure_ascii=False, default=str)
+        text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{place} holds text that is no valid Unicode ({error}).") from error
-    if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
-        raise ValueError(f'{place}: expected an object with either "prompt" or "messages", got {line[:80]!r}.')
+    if ("prompt" in row) == ("messages" in row):
+        raise ValueError(f'{place}: expected an object with either "prompt" or "messages", got {text[:80]!r}.')
     messages = row["messages"] if "messages" in row else [{"role": "user", "content": row["prompt"]}]
     if not isinstance(messages, list):
-        raise ValueError(f'{place}: expected messages of a "role" and a "content" that is text, got {line[:80]!r}.')
+        raise ValueError(f'{place}: expected messages of a "role" and a "content" that is text, got {text[:80]!r}.')
     labels = {name: row.get(name) for name in ("source", "language")}
     for name, label in labels.items():
         if not isinstance(label, str | None):
@@ -94,8 +85,14 @@ def _prompt(line: str, place: str, default_source: str) -> EvaluationPrompt:
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages or not messages[-1]["content"].strip():
-        raise ValueError(f"{place}: there is no text to be answered in {line[:80]!r}.")
-    return EvaluationPrompt(messages, labels["source"] or default_source, labels["language"] or None, tools, kwargs)
+        raise ValueError(f"{place}: there is no text to be answered in {text[:80]!r}.")
+    return EvaluationPrompt(messages, labels["source"] or _stem(place), labels["language"] or None, tools, kwargs)
+
+
+def _stem(place: str) -> str:
+    """The name of a row's file, without what says its kind."""
+    name = place.rpartition(":")[0].rpartition("/")[2]
+    return next(name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix))
 
 
 def preset_prompts(name: str, num_prompts: int | None = None) -> list[EvaluationPrompt]:

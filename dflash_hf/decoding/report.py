@@ -184,6 +184,15 @@ class AcceptanceReport:
         (ratios,) = _resampled_ratios([self], confidence, resamples, seed)
         return _central_interval(ratios, confidence)
 
+    def speed_up_interval(self, confidence: float = 0.95, resamples: int = 2000, seed: int = 0) -> tuple[float, float]:
+        """The same of the speed-up; nan where a time was not taken."""
+        prompts = self.prompts
+        times = np.array([[p.seconds or math.nan, p.plain_seconds or math.nan] for p in prompts])
+        tokens = np.array([[len(p.output_ids), p.plain_tokens or 0] for p in prompts])
+        draws = _draws(len(prompts), confidence, resamples, seed)
+        speeds, plain_speeds = (tokens[draws].sum(axis=1) / times[draws].sum(axis=1)).T
+        return _central_interval(speeds / plain_speeds, confidence)
+
 
 def bootstrap_difference(
     before: AcceptanceReport,
@@ -245,13 +254,7 @@ def _resampled_ratios(
     reports: list[AcceptanceReport], confidence: float, resamples: int, seed: int
 ) -> list[np.ndarray]:
     """The pooled acceptance length of each report in every resample, which draw the same prompts for all reports."""
-    if not 0 < confidence < 1 or resamples < 1:
-        raise ValueError(
-            f"confidence is {confidence} and resamples is {resamples}; expected a share between 0 and 1, as 0.95, and "
-            "at least one resample, as 2000."
-        )
-    count = len(reports[0].prompts)
-    draws = np.random.default_rng(seed).integers(0, count, (resamples, count))
+    draws = _draws(len(reports[0].prompts), confidence, resamples, seed)
     ratios = []
     for report in reports:
         tokens = np.array([sum(prompt.committed) for prompt in report.prompts], dtype=float)
@@ -259,6 +262,16 @@ def _resampled_ratios(
         drawn = forwards[draws].sum(axis=1)
         ratios.append(np.where(drawn > 0, tokens[draws].sum(axis=1) / np.maximum(drawn, 1), np.nan))
     return ratios
+
+
+def _draws(count: int, confidence: float, resamples: int, seed: int) -> np.ndarray:
+    """Indices of the prompts of each resample, `[resamples, count]`."""
+    if not 0 < confidence < 1 or resamples < 1:
+        raise ValueError(
+            f"confidence is {confidence} and resamples is {resamples}; expected a share between 0 and 1, as 0.95, and "
+            "at least one resample, as 2000."
+        )
+    return np.random.default_rng(seed).integers(0, count, (resamples, count))
 
 
 def _central_interval(values: np.ndarray, confidence: float) -> tuple[float, float]:

@@ -24,22 +24,22 @@ def markdown(reports: Mapping[str, AcceptanceReport], walked: Mapping[str, float
     """
     rows = []
     for name, report in reports.items():
-        low, high = report.bootstrap_interval()
         rows.append(
             [
                 name,
                 _number(report.acceptance_length),
-                f"{_number(low)} to {_number(high)}",
+                _interval(report.bootstrap_interval()),
                 _number(report.acceptance_length_without_last_block),
                 _number(walked.get(name, math.nan)),
                 _number(report.tokens_per_second, 1),
                 _number(report.plain_tokens_per_second, 1),
                 _number(report.speed_up),
+                _interval(report.speed_up_interval()),
                 _losslessness(report),
             ]
         )
     heads = ["drafter", "acceptance length", "95% interval", "without last blocks", "by the walk", "tokens/s"]
-    heads += ["plain tokens/s", "speed-up", "equal to plain answers"]
+    heads += ["plain tokens/s", "speed-up", "its 95% interval", "equal to plain answers"]
     parts = [DEFINITION, _table(heads, rows), _slots({name: r.slot_acceptance for name, r in reports.items()})]
     for title, key in (("source", _source), ("language", _language)):
         groups = {name: report.groups(key) for name, report in reports.items()}
@@ -160,6 +160,11 @@ def _table(heads: list[str], rows: list[list[str]]) -> str:
     cleaned = [[" ".join(cell.split()).replace("|", "\\|") for cell in cells] for cells in [heads, *rows]]
     lines = [cleaned[0], ["---"] * len(heads), *cleaned[1:]]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def _interval(bounds: tuple[float, float]) -> str:
+    low, high = map(_number, bounds)
+    return "-" if low == "-" else f"{low} to {high}"
 
 
 def _number(value: float, digits: int = 2) -> str:
