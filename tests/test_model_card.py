@@ -43,10 +43,13 @@ from dflash_hf.validation.validate import serving_commands
 ROOT = Path(__file__).parents[1]
 RECIPES = runpy.run_path(str(ROOT / "recipes" / "model_cards.py"))
 CARDS = sorted((ROOT / "model_cards").glob("*.md"))
+BLOCK_SIZE_OF_THE_STUDY = 16
 SMALL = json.loads((ROOT / "recipes" / "smollm2-135m" / "drafter" / "config.json").read_text())
 TRAINED_BY = {
     "SmolLM2-135M-Instruct-DFlash-demo": RECIPES["recipe_of"]("smollm2-135m"),
-    "SmolLM2-135M-Instruct-DFlash": RECIPES["study_recipe"](RECIPES["study_row"]("muon-48-small", 4040))
+    "SmolLM2-135M-Instruct-DFlash-b16": RECIPES["study_recipe"](RECIPES["study_row"]("muon-48", 4040))
+    | {"block_size": BLOCK_SIZE_OF_THE_STUDY},
+    "SmolLM2-135M-Instruct-DFlash-b8": RECIPES["study_recipe"](RECIPES["study_row"]("muon-48-small", 4040))
     | {"block_size": SMALL["block_size"]},
     "Qwen3.6-27B-DFlash": RECIPES["recipe_of"]("qwen3.6-27b"),
 }
@@ -104,16 +107,25 @@ def test_our_cards_are_those_of_the_recipes_now():
         assert str(RECIPES["CARDS"][path.name]()) + "\n" == path.read_text()
 
 
-def test_the_figures_of_the_trained_drafter_are_those_of_its_readme():
-    folder = ROOT / "recipes" / "smollm2-135m"
-    readme = " ".join((folder / "README.md").read_text().split())
-    text = (ROOT / "model_cards" / "SmolLM2-135M-Instruct-DFlash.md").read_text()
-    tau, low, high, sampled = re.search(
-        r"64 tokens each, in fp32: ([\d.]+) \(([\d.]+) to ([\d.]+)\) greedily.*? ([\d.]+) \([\d.]+ to [\d.]+\) at "
-        r"temperature 0.7",
+def test_the_figures_of_the_trained_drafters_are_those_of_their_readme():
+    readme = (ROOT / "recipes" / "smollm2-135m" / "README.md").read_text()
+    cards = {
+        name: (ROOT / "model_cards" / f"SmolLM2-135M-Instruct-DFlash-{name}.md").read_text() for name in ("b16", "b8")
+    }
+    number = r"([\d.]+)"
+    tau, low, high, speed_up, sampled, speed_up_sampled = re.search(
+        rf"\| `muon-48`, 4,040 steps \| {number} \({number} to {number}\) \| [\d.]+ \| {number} "
+        rf"\| {number} \([\d.]+ to [\d.]+\) \| [\d.]+ \| {number} \|",
         readme,
     ).groups()
-    assert f"| 50 | {tau} | {low} to {high} |" in text and f"at temperature 0.7 it is {sampled}." in text
+    assert f"| 50 | {tau} | {low} to {high} | {speed_up} |" in cards["b16"]
+    assert f"at temperature 0.7 it is {sampled}, and the speed-up {speed_up_sampled}." in cards["b16"]
+    tau, low, high, sampled = re.search(
+        r"CPU the small drafter commits ([\d.]+) \(([\d.]+) to ([\d.]+)\) .*? ([\d.]+) \([\d.]+ to [\d.]+\) at "
+        r"temperature 0.7",
+        " ".join(readme.split()),
+    ).groups()
+    assert f"| 50 | {tau} | {low} to {high} |" in cards["b8"] and f"at temperature 0.7 it is {sampled}." in cards["b8"]
 
 
 def test_the_figures_of_the_demo_are_those_of_its_readme():
