@@ -40,6 +40,7 @@ from dflash_hf.acceptance import (
     walked_acceptance_length,
 )
 from dflash_hf.cli import parse_config, refuse_unused
+from dflash_hf.decoding.plain_answers import prompt_rows
 from dflash_hf.decoding.prompts import PRESETS, EvaluationPrompt, preset_prompts, prompt_token_ids, read_prompts
 from dflash_hf.decoding.report_files import DEFINITION, markdown, plot_reports, plot_servers, server_markdown
 from dflash_hf.decoding.sampling import Sampling
@@ -157,14 +158,19 @@ def finish(results: "Results") -> None:
     """Show and write what was measured."""
     if not results.reports and not results.servers:
         return
-    # Shown first: a disk that is full by now must not take it along.
-    print(f"\n{results.table()}")
+    folder = results.args.output_dir
     try:
-        results.write()
-    except OSError as error:
-        folder = results.args.output_dir
-        raise SystemExit(f"{sys.argv[0]}: error: the results could not be written to {folder} ({error})") from error
-    print(f"results.json, results.md and acceptance.png are in {results.args.output_dir}.")
+        # Shown first: a disk that is full by now must not take it along.
+        print(f"\n{results.table()}")
+    finally:
+        # Nor may a terminal take the files along that is gone, or cannot show a name.
+        try:
+            results.write()
+        except OSError as error:
+            raise SystemExit(
+                f"{sys.argv[0]}: error: the results could not be written to {folder} ({error})"
+            ) from error
+    print(f"results.json, results.md and acceptance.png are in {folder}.")
 
 
 class RefusedRun(Exception):
@@ -219,12 +225,16 @@ class Results:
     def write_now_and_then(self) -> None:
         """Write what a kill, which nothing can be done about, would lose."""
         if time.monotonic() - self.written > WRITE_EVERY:
-            try:
-                self.write()
-            except OSError as error:
-                # There may be room by the end.
-                self.written = time.monotonic()
-                print(f"What is measured so far could not be written: {error}", file=sys.stderr)
+            self.write_so_far()
+
+    def write_so_far(self) -> None:
+        """Write everything if that is possible."""
+        try:
+            self.write()
+        except OSError as error:
+            # There may be room by the end.
+            self.written = time.monotonic()
+            print(f"What is measured so far could not be written: {error}", file=sys.stderr)
 
     def table(self) -> str:
         """The results in Markdown."""
@@ -232,7 +242,7 @@ class Results:
             text = server_markdown(self.servers, self.plain_tokens_per_second)
         else:
             text = markdown(self.reports, self.walked)
-        return text if self.finished else f"The run did not finish: some prompts are missing.\n\n{text}"
+        return text if self.finished else f"The run did not finish: this is a part of its results.\n\n{text}"
 
     def write(self) -> None:
         """Write everything."""
@@ -269,6 +279,7 @@ def evaluate(args: EvaluationArguments, results: Results) -> None:
         # Wrong names show before anything is computed.
         configs = {name: DFlashDraftConfig.from_pretrained(name) for name in args.drafters or []}
         target, ids = load_target(args, results.prompts)
+        prompt_rows(target, ids)
         for config in configs.values():
             check_fits(config, target.config, target.get_input_embeddings().get_parameter("weight").shape[0])
     settings = DecodingSettings(
@@ -292,28 +303,23 @@ def evaluate(args: EvaluationArguments, results: Results) -> None:
         "drafter_shapes": shapes,
     }
     warm_up = replace(settings, max_new_tokens=min(64, args.max_new_tokens))
-    plain_answers(target, ids[:1], warm_up, progress=False)
     # What is wrong with any of them shows before hours are spent on the others.
     drafters = {}
     for name, config in configs.items():
         print(f"Decoding with {name}", file=sys.stderr)
         with refusing():
             drafter = load_drafter(name, target)
-            try:
-                with beside(target, drafter):
-                    measure_acceptance(
-                        target, drafter, ids[:1], check_lossless=False, progress=False, settings=warm_up
-                    )
-            except FloatingPointError as error:
-                raise FloatingPointError(f"With {name}: {error}") from error
+            with naming(name), beside(target, drafter):
+                measure_acceptance(target, drafter, ids[:1], check_lossless=False, progress=False, settings=warm_up)
         drafters[name] = drafter
         shapes[name] = {"parameters": drafter.num_parameters(), "block_size": config.block_size}
+    plain_answers(target, ids[:1], warm_up, progress=False)
     decode(target, drafters, ids, settings, results)
     for name, drafter in drafters.items():
         if args.check_walk and not args.sample_drafts:
             with beside(target, drafter):
                 results.walked[name] = walked_acceptance_length(target, drafter, results.reports[name])
-        results.write()
+        results.write_so_far()
 
 
 def decode(
@@ -333,7 +339,7 @@ def decode(
             plain = plain_answers(target, [row], settings, progress=False)
             lengths = []
             for name, drafter in drafters.items():
-                with beside(target, drafter):
+                with naming(name), beside(target, drafter):
                     report = measure_acceptance(target, drafter, [row], settings=settings, plain=plain, progress=False)
                 report = results.keep(name, report)
                 lengths.append(f"{report.acceptance_length:.2f} x{report.speed_up:.2f}")
@@ -360,12 +366,21 @@ def measure_servers(args: EvaluationArguments, results: Results) -> None:
     for url, server in servers.items():
         keep = partial(results.keep_server, url)
         measure_server(server, prompts, settings, args.concurrency, keep=keep)
-        results.write()
+        results.write_so_far()
 
 
 def load_drafter(name: str, target: PreTrainedModel) -> DFlashDraftModel:
     """A drafter in the target's type, as a server runs it."""
     return DFlashDraftModel.from_pretrained(name).to(target.dtype).eval()
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Logits that are no numbers with the name of the drafter beside which they were computed."""
+    try:
+        yield
+    except FloatingPointError as error:
+        raise FloatingPointError(f"With {name}: {error}") from error
 
 
 @contextmanager

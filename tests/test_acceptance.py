@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -339,6 +340,34 @@ def test_the_bootstrap_draws_prompts_and_repeats_itself():
     assert report_of([1, 3], [1, 3], [3, 1]).bootstrap_interval() == (2.0, 2.0)
     assert report_of([1, 4, 4]).bootstrap_interval() == (3.0, 3.0)
     assert all(math.isnan(x) for x in report_of([], []).bootstrap_interval())
+
+
+def timed(*times):
+    """A report of prompts with the seconds of either decoding; their answers have 2, 3, 4, .. tokens."""
+    prompts = [
+        PromptAcceptance([1], [0] * n, [1], [0], seconds=own, plain_seconds=plain, plain_tokens=n)
+        for n, (own, plain) in enumerate(times, start=2)
+    ]
+    return AcceptanceReport(prompts, 4, 9)
+
+
+def test_the_interval_of_the_speed_up_is_that_of_its_resamples():
+    report = timed((1.0, 2.0), (1.5, 2.0), (0.5, 2.0), (3.0, 2.0))
+    draws = np.random.default_rng(3).integers(0, 4, (50, 4))
+    drawn = [replace(report, prompts=[report.prompts[i] for i in draw]).speed_up for draw in draws]
+    assert report.speed_up_interval(0.9, 50, seed=3) == pytest.approx(tuple(np.quantile(drawn, [0.05, 0.95])))
+    low, high = report.speed_up_interval()
+    assert low < report.speed_up < high
+    assert timed((1.0, 2.0)).speed_up_interval() == pytest.approx((2.0, 2.0))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_speed_up_that_is_not_known_has_no_interval():
+    for report in (timed(), timed((None, None)), timed((1.0, 2.0), (1.0, None)), timed((0.0, 0.0))):
+        assert math.isnan(report.speed_up) and all(math.isnan(x) for x in report.speed_up_interval())
+    # A clock may be too coarse for a prompt, but not for all.
+    low, high = timed((0.0, 0.0), (1.0, 2.0), (1.0, 1.5)).speed_up_interval()
+    assert low == pytest.approx(1.5) and high == pytest.approx(2.0)
 
 
 def test_the_bootstrap_interval_covers_the_truth_about_as_often_as_it_says():

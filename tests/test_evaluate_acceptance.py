@@ -4,7 +4,10 @@
 import gzip
 import importlib.util
 import json
+import os
+import shutil
 import sys
+import zipfile
 from pathlib import Path
 
 import datasets
@@ -327,6 +330,11 @@ def test_the_readme_commands_are_understood(run):
         ('{"messages": []}', "no text to be answered"),
         ('{"prompt": "a", "source": 7}', "expected a text as source, got 7"),
         ('{"prompt": "a", "language": ["en"]}', "expected a text as language"),
+        ('{"prompt": "a", "tools": "%s"}' % ("[" * 100_000), "jsonl:1: lists or objects in the row are nested"),
+        (
+            '{"prompt": "a", "chat_template_kwargs": "%s"}' % ("[" * 100_000),
+            "jsonl:1: lists or objects in the row are nested",
+        ),
     ],
 )
 def test_lines_that_are_no_prompts_are_named(tmp_path, line, message):
@@ -354,6 +362,23 @@ def test_prompts_are_read_from_all_that_training_data_is_read_from(tmp_path):
     assert [(p.messages[0]["content"], p.source) for p in read_prompts(tmp_path)] == [
         ("a", "first"), ("b", "first"), ("a", "second"), ("b", "second"),
     ]  # fmt: skip
+
+
+def test_sources_are_named_however_their_file_is_addressed(tmp_path):
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "a"}')
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.write(tmp_path / "mine.jsonl", "within/mine.jsonl")
+    other = os.fsdecode(os.fsencode(tmp_path) + b"/gr\xfc.jsonl")
+    shutil.copy(tmp_path / "mine.jsonl", other)
+    for address, source in (
+        (f"{tmp_path}/mine.jsonl/", "mine"),
+        (f"file://{tmp_path}/mine.jsonl", "mine"),
+        (f"{tmp_path}/mine*", "mine"),
+        (f"simplecache::file://{tmp_path}/mine.jsonl", "mine"),
+        (f"zip://within/mine.jsonl::{tmp_path}/all.zip", "mine"),
+        (other, "gr?"),
+    ):
+        assert [prompt.source for prompt in read_prompts(address)] == [source], address
 
 
 def test_line_ends_inside_texts_are_no_line_ends(tmp_path):

@@ -2,6 +2,8 @@
 # ruff: noqa: F401, F811 (fixtures of other files)
 """The recipe that measures drafters, given damaged models, odd prompts, full disks and impatient schedulers."""
 
+import importlib.util
+import io
 import json
 import os
 import shutil
@@ -13,7 +15,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
-from test_evaluate_acceptance import folders, prompt_file, run
+from test_evaluate_acceptance import RECIPE, folders, prompt_file, run
 from test_serving import start
 
 from dflash_hf.decoding import server_client
@@ -71,27 +73,81 @@ def test_a_disk_that_is_full_at_the_end_takes_no_figure_along(run, words, monkey
     monkeypatch.setattr(module(), "replace_file", full)
     monkeypatch.setattr(module(), "WRITE_EVERY", 0.0)
     with pytest.raises(SystemExit, match=r"the results could not be written to .*No space left"):
-        run(*words("first"))
+        run(*words("first", "second"))
     printed = capsys.readouterr()
-    assert "| drafter | acceptance length |" in printed.out and "3 of 3, 0 ties, 0 differ" in printed.out
-    assert printed.err.count("What is measured so far could not be written") == 3
+    assert "| drafter | acceptance length |" in printed.out and printed.out.count("3 of 3, 0 ties, 0 differ") == 2
+    # After each of three prompts by two drafters, and after each walk; neither walk is left out.
+    assert printed.err.count("What is measured so far could not be written") == 8
+    assert "did not finish" not in printed.out
+
+
+def test_a_terminal_that_cannot_show_a_name_takes_no_file_along(run, words, monkeypatch, tmp_path):
+    prompts = tmp_path / "grüße.jsonl"
+    prompts.write_text('{"prompt": "a"}')
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    with pytest.raises(UnicodeEncodeError):
+        run(*words("first", prompts=prompts))
+    assert json.loads((tmp_path / "results" / "results.json").read_text())["finished"]
+    assert "| grüße | 1 |" in (tmp_path / "results" / "results.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"), [([], r"Prompt 2 has the shape \[0\]"), ([999], "Prompt 2 holds the ids 999")]
+)
+def test_prompts_that_are_none_show_before_anything_is_decoded(run, words, monkeypatch, ids, message):
+    """A chat template may write nothing, and a tokenizer may be another target's."""
+    monkeypatch.setattr(module(), "prompt_token_ids", lambda *args: [[5], [6], ids])
+    monkeypatch.setattr(module(), "measure_acceptance", lambda *args, **kwargs: pytest.fail("decoded"))
+    with pytest.raises(SystemExit, match=message):
+        run(*words("first"))
+
+
+def test_a_drafter_that_fails_amid_the_prompts_is_named(run, words, folders, monkeypatch, tmp_path):
+    loaded, load, keep = {}, module().load_drafter, module().Results.keep
+
+    def load_and_hold(name, target):
+        loaded[name] = load(name, target)
+        return loaded[name]
+
+    def keep_and_damage(results, name, report):
+        loaded[str(folders / "second")].norm.weight.data.fill_(float("nan"))
+        return keep(results, name, report)
+
+    monkeypatch.setattr(module(), "load_drafter", load_and_hold)
+    monkeypatch.setattr(module().Results, "keep", keep_and_damage)
+    with pytest.raises(FloatingPointError, match=r"With .*/second: The drafter's logits hold NaN"):
+        run(*words("first", "second"))
+    results = json.loads((tmp_path / "results" / "results.json").read_text())
+    assert list(results["drafters"]) == [str(folders / "first")] and not results["finished"]
+
+
+def test_results_of_several_drafters_become_a_card(run, words, folders, tmp_path, monkeypatch, capsys):
+    run(*words("first", "second"))
+    spec = importlib.util.spec_from_file_location("publish", RECIPE.with_name("publish.py"))
+    publish = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "publish", publish)
+    spec.loader.exec_module(publish)
+    asked = ["--drafter", folders / "second", "--repo_id", "a/b", "--base_model", "x/y", "--license", "mit"]
+    asked += ["--results", tmp_path / "results" / "results.json", "--dry_run", "true"]
+    monkeypatch.setattr(sys, "argv", ["publish.py", *map(str, asked), "--results_drafter", str(folders / "second")])
+    publish.main()
+    card = capsys.readouterr().out
+    assert "| all | 3 | 1.00 | 1.00 to 1.00 |" in card and "| chat | 2 |" in card
 
 
 def test_a_kill_loses_a_minute_and_not_a_night(run, words, monkeypatch, tmp_path):
-    seen, original = [], module().measure_acceptance
+    seen, original = [], module().Results.keep
 
-    def measure(*args, keep=None, **kwargs):
-        def keep_and_look(report):
-            keep(report)
-            path = tmp_path / "results" / "results.json"
-            seen.append(json.loads(path.read_text())["drafters"] if path.exists() else {})
+    def keep_and_look(*args):
+        report = original(*args)
+        drafters = json.loads((tmp_path / "results" / "results.json").read_text())["drafters"]
+        seen.append([drafter["num_prompts"] for drafter in drafters.values()])
+        return report
 
-        return original(*args, keep=keep and keep_and_look, **kwargs)
-
-    monkeypatch.setattr(module(), "measure_acceptance", measure)
+    monkeypatch.setattr(module().Results, "keep", keep_and_look)
     monkeypatch.setattr(module(), "WRITE_EVERY", 0.0)
-    run(*words("first"))
-    assert [next(iter(drafters.values()))["num_prompts"] for drafters in seen] == [1, 2, 3]
+    run(*words("first", "second"))
+    assert seen == [[1], [1, 1], [2, 1], [2, 2], [3, 2], [3, 3]]
 
 
 def test_the_second_of_two_signals_does_not_end_the_writing(run):
@@ -149,6 +205,7 @@ def test_tools_and_template_arguments_reach_the_template():
         (None, "has no chat template"),
         ("{{ raise_exception('no system') }}", r"fails on prompt 2 \(b\): TemplateError: no system.*begins 'there'"),
         ("{{ messages[0].content + 1 }}", r"fails on prompt 1 \(a\): TypeError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", r"fails on prompt 1 \(a\): RecursionError"),
     ],
 )
 def test_a_template_that_fails_names_the_prompt(template, message):

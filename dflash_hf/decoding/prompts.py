@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from ..data.chat_messages import RowError, clean_messages, clean_tools
+from ..data.chat_messages import RowError, clean_messages, clean_tools, nesting_limited
 from ..data.chat_rows import template_kwargs
 from ..data.conversations import SOURCE_KEY, read_completions
 from ..data.sources import SUFFIXES
@@ -60,6 +60,14 @@ def read_prompts(path: str | os.PathLike) -> list[EvaluationPrompt]:
 
 def _prompt(row: dict[str, Any]) -> EvaluationPrompt:
     place = row.pop(SOURCE_KEY)
+    try:
+        with nesting_limited():
+            return _prompt_of(row, place)
+    except RowError as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
+def _prompt_of(row: dict[str, Any], place: str) -> EvaluationPrompt:
     # Of Parquet, a column that a row lacks.
     row = {name: value for name, value in row.items() if value is not None}
     try:
@@ -77,11 +85,8 @@ def _prompt(row: dict[str, Any]) -> EvaluationPrompt:
     for name, label in labels.items():
         if not isinstance(label, str | None):
             raise ValueError(f"{place}: expected a text as {name}, got {label!r}.")
-    try:
-        messages = clean_messages(messages)
-        tools, kwargs = clean_tools(row.get("tools")), template_kwargs(row.get("chat_template_kwargs"))
-    except RowError as error:
-        raise ValueError(f"{place}: {error}") from error
+    messages = clean_messages(messages)
+    tools, kwargs = clean_tools(row.get("tools")), template_kwargs(row.get("chat_template_kwargs"))
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages or not messages[-1]["content"].strip():
@@ -91,8 +96,12 @@ def _prompt(row: dict[str, Any]) -> EvaluationPrompt:
 
 def _stem(place: str) -> str:
     """The name of a row's file, without what says its kind."""
-    name = place.rpartition(":")[0].rpartition("/")[2]
-    return next(name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix))
+    # Of a chained address, as zip://FILE::ARCHIVE, the link that names the file.
+    links = place.rpartition(":")[0].rstrip("/").split("::")
+    name = next((link for link in links if link.endswith(SUFFIXES)), links[-1]).rpartition("/")[2]
+    stem = next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), name)
+    # Bytes of a name that are no UTF-8 cannot be written into tables.
+    return stem.encode("utf-8", "replace").decode()
 
 
 def preset_prompts(name: str, num_prompts: int | None = None) -> list[EvaluationPrompt]:
@@ -147,7 +156,15 @@ def _token_ids(
     try:
         encoded: Any = tokenizer.apply_chat_template(prompt.messages, tools=tools, **options)
     # A template fails with Jinja's errors or with those of the Python operations in it.
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+    except (
+        TemplateError,
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         raise ValueError(
             f"The chat template fails on prompt {index + 1} ({prompt.source}): {type(error).__name__}: {error}. Its "
             f"last message begins {prompt.messages[-1]['content'][:60]!r}."

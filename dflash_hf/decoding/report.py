@@ -185,12 +185,14 @@ class AcceptanceReport:
         return _central_interval(ratios, confidence)
 
     def speed_up_interval(self, confidence: float = 0.95, resamples: int = 2000, seed: int = 0) -> tuple[float, float]:
-        """The same of the speed-up; nan where a time was not taken."""
-        prompts = self.prompts
-        times = np.array([[p.seconds or math.nan, p.plain_seconds or math.nan] for p in prompts])
-        tokens = np.array([[len(p.output_ids), p.plain_tokens or 0] for p in prompts])
-        draws = _draws(len(prompts), confidence, resamples, seed)
-        speeds, plain_speeds = (tokens[draws].sum(axis=1) / times[draws].sum(axis=1)).T
+        """The same of the speed-up; nan where that is."""
+        draws = _draws(len(self.prompts), confidence, resamples, seed)
+        if math.isnan(self.speed_up):
+            return math.nan, math.nan
+        times = np.array([[p.seconds, p.plain_seconds] for p in self.prompts])[draws].sum(axis=1)
+        tokens = np.array([[len(p.output_ids), p.plain_tokens or 0] for p in self.prompts])[draws].sum(axis=1)
+        # A resample of prompts that a coarse clock gave no time has no speed.
+        speeds, plain_speeds = np.divide(tokens, times, out=np.full_like(times, np.nan), where=times > 0).T
         return _central_interval(speeds / plain_speeds, confidence)
 
 
