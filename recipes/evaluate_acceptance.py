@@ -4,10 +4,10 @@
     python recipes/evaluate_acceptance.py --target ID --drafters FOLDER [FOLDER ...] --presets humaneval gsm8k-100
     python recipes/evaluate_acceptance.py --server http://HOST:8000 --prompts prompts.jsonl
 
-Prompts are JSON lines of {"prompt": "..."} or {"messages": [...]}, with an optional "source" and "language" for the
-tables, and "tools" and "chat_template_kwargs" as in training data. Results go to `output_dir`: results.json,
-results.md and acceptance.png. They are written every minute, after each walk or server, and with what is measured
-so far when the run is interrupted or fails.
+Prompts are rows of {"prompt": "..."} or {"messages": [...]}, with an optional "source" and "language" for the
+tables, and "tools" and "chat_template_kwargs", in files as those of training data. Results go to
+`output_dir`: results.json, results.md and acceptance.png. They are written every minute, after each walk or server,
+and with what is measured so far when the run is interrupted or fails.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ OF_SERVERS = ("model", "plain_server", "concurrency", "timeout")
 class EvaluationArguments:
     target: str | None = field(default=None, metadata={"help": "Hub id or folder of the target."})
     drafters: list[str] | None = field(default=None, metadata={"help": "Hub ids or folders of drafters."})
-    prompts: str | None = field(default=None, metadata={"help": "JSON lines of prompts or chats."})
+    prompts: str | None = field(default=None, metadata={"help": "File or folder of prompts or chats."})
     presets: list[str] | None = field(default=None, metadata={"help": f"Known prompts: {', '.join(PRESETS)}."})
     num_prompts: int | None = field(default=None, metadata={"help": "Prompts of the file and of each preset."})
     output_dir: str = field(default="outputs/acceptance", metadata={"help": "Folder of the results."})
