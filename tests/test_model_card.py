@@ -126,6 +126,11 @@ def test_the_figures_of_the_trained_drafters_are_those_of_their_readme():
         " ".join(readme.split()),
     ).groups()
     assert f"| 50 | {tau} | {low} to {high} |" in cards["b8"] and f"at temperature 0.7 it is {sampled}." in cards["b8"]
+    for text, dtype in ((cards["b16"], "bfloat16"), (cards["b8"], "float32")):
+        assert f"--num_prompts 50 --max_new_tokens 64 --dtype {dtype}" in text and f"both models in {dtype}" in text
+        assert "num_anchors: 128" in text and "32 a step" in text
+    # Runs are told apart by name, seed and steps: in the folder of the first, the second would pass for done.
+    assert "--output_dir outputs/study-small" in cards["b8"] and "--output_dir" not in cards["b16"]
 
 
 def test_the_figures_of_the_demo_are_those_of_its_readme():
