@@ -110,6 +110,9 @@ def test_the_study_runs_reports_and_leaves_out_what_is_done(files, tmp_path, cap
     call(study.main, **options)
     assert "Every run that was asked for is done" in capsys.readouterr().out
     assert len(study.read_results(tmp_path / "results.jsonl")) == 4
+    # Runs of another drafter have the same names.
+    with pytest.raises(SystemExit, match=r"have block_size 4 \(now 8\), num_train None \(now 9\)\. Give another"):
+        call(study.main, **options | {"block_size": 8, "num_train": 9})
 
 
 @pytest.mark.parametrize("float8", [False, True])

@@ -32,6 +32,9 @@ from dflash_hf.trainer import compile_layers
 HERE = Path(__file__).resolve().parent
 # Walks, weights and compilation of a run, on an H200.
 OTHER_SECONDS = 20.0
+# What all runs of a folder share, and their names do not say.
+OF_A_FOLDER = ("num_layers", "num_taps", "num_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+OF_A_FOLDER += ("block_size", "mask_token_id", "float8", "num_train", "num_dev")
 
 
 @dataclass
@@ -77,6 +80,8 @@ def main() -> None:
     output_dir = Path(arguments.output_dir)
     results_file = output_dir / "results.jsonl"
     done = read_results(results_file)
+    shared = {name: vars(arguments)[name] for name in OF_A_FOLDER}
+    refuse_other_studies(output_dir, done, shared)
     runs = [run for run in select_runs(arguments) if run.key not in {key_of(result) for result in done}]
     if arguments.list_runs or not runs:
         print("\n".join(f"{run.key}: {run.reason}" for run in runs) or "Every run that was asked for is done.")
@@ -91,7 +96,7 @@ def main() -> None:
             print(f"{run.key} is left for the next call: it would end after {arguments.max_minutes} minutes.")
             continue
         started = time.perf_counter()
-        result = train(study, run)
+        result = train(study, run) | {"shared": shared}
         if arguments.save_drafters:
             study.drafter.save_pretrained(output_dir / f"drafter-{run.key}", dtype=torch.bfloat16)
         if arguments.decode_prompts:
@@ -206,6 +211,18 @@ def decode(study: Study, arguments: StudyArguments) -> dict[str, Any]:
 
 def read_results(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def refuse_other_studies(output_dir: Path, done: list[dict[str, Any]], shared: dict[str, Any]) -> None:
+    """End where a folder's runs are of another drafter or other data, and would be taken for those asked for."""
+    for result in done:
+        # Files of earlier versions do not say it.
+        theirs = result.get("shared", shared)
+        others = [f"{name} {theirs[name]} (now {value})" for name, value in shared.items() if theirs[name] != value]
+        if others:
+            raise SystemExit(
+                f"The runs in {output_dir} have {', '.join(others)}. Give another --output_dir, or the same options."
+            )
 
 
 def key_of(result: dict[str, Any]) -> str:
