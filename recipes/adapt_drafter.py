@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.cli import errors_in_one_line, parse_config, refuse_unused
 from dflash_hf.data.manifest import read_manifest
-from dflash_hf.publishing.training_facts import FACTS_NAME
+from dflash_hf.publishing.training_facts import FACTS_NAME, read_facts
 from dflash_hf.runs.launching import end_together
 from dflash_hf.training.batches import documents_reader
 from dflash_hf.training.partial_training import plain_drafter
@@ -63,6 +63,7 @@ def run(adapt: AdaptArguments, args: DFlashTrainingArguments) -> None:
     """Evaluate, train, evaluate, merge, save."""
     with errors_in_one_line():
         drafter = DFlashDraftModel.from_pretrained(adapt.drafter)
+        warn_of_another_objective(adapt.drafter, args.objective)
         tokenizer = AutoTokenizer.from_pretrained(adapt.target)
         train_documents, eval_documents = read_documents(adapt, args, tokenizer)
         peft_config = None
@@ -88,6 +89,18 @@ def run(adapt: AdaptArguments, args: DFlashTrainingArguments) -> None:
     if args.process_index == 0:
         save_merged(trainer, Path(args.output_dir))
         report(before, after, Path(args.output_dir))
+
+
+def warn_of_another_objective(drafter: str, objective: str) -> None:
+    """Say so where a folder's drafter was trained by another objective, which costs it what it drafts otherwise."""
+    facts = read_facts(drafter)
+    # What is not told there is the default, cross-entropy.
+    own = objective if facts is None else facts["recipe"].get("objective", "cross_entropy")
+    if own != objective:
+        print(
+            f"{drafter} was trained by the objective {own}, and is adapted by {objective}: it may draft less of what "
+            f"the documents lack. `--objective {own}` goes on as it was trained."
+        )
 
 
 def read_documents(

@@ -5,6 +5,7 @@ Figures come from the recipes' READMEs, which name the commands that print them;
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ from dflash_hf.yaml_mapping import load_yaml_mapping
 
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE / "smollm2-135m"))
+from study_facts import study_facts  # noqa: E402 (beside the study, which is no package)
+
+
 FOLDER = HERE.parent / "model_cards"
 
 
@@ -115,8 +120,7 @@ def studied(
             f"Trained on 11,124 chats, each cut at 512 tokens and seen nearly twelve times, {row['rows']} a step.",
         ],
     )
-    checkpoint = planned_checkpoint(f"OWNER/{name}", config)
-    return model_card(checkpoint, facts_of(study_recipe(row), config, "llama"), results, options)
+    return model_card(planned_checkpoint(f"OWNER/{name}", config), study_facts(row), results, options)
 
 
 def later_is_easier(row: dict[str, Any]) -> str:
@@ -136,13 +140,6 @@ def study_row(name: str, steps: int) -> dict[str, Any]:
 
 def final_tau(row: dict[str, Any]) -> float:
     return row["acceptance_length"][str(row["steps"])]
-
-
-def study_recipe(row: dict[str, Any]) -> dict[str, Any]:
-    """What of a run of the study is said in the words of the trainer."""
-    same = ("objective", "learning_rate", "muon", "weight_decay", "max_grad_norm", "context_noise", "num_anchors")
-    same += ("seed",)
-    return {name: row[name] for name in same} | {"max_steps": row["steps"], "max_length": row["row_length"]}
 
 
 def qwen36() -> ModelCard:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, QuantoConfig
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, validate_checkpoint
 from dflash_hf.acceptance import measure_acceptance
+from dflash_hf.publishing.training_facts import write_facts
 from dflash_hf.training.drafter_adapters import load_adapter, lora_config
 from dflash_hf.training.partial_training import plain_drafter
 from dflash_hf.validation.command import main as dflash_hf_command
@@ -84,6 +85,24 @@ def test_readme_from_a_request_log_to_a_new_drafter(workplace, monkeypatch, caps
     shown = capsys.readouterr().out
     assert "OWNER/Qwen3-8B-DFlash-support" in shown and "Nothing was sent" in shown
     assert '"num_speculative_tokens": 3' in shown and "| held_out | 3 |" in shown
+
+
+@pytest.mark.parametrize(
+    ("recipe", "objective", "warned"),
+    [
+        ({"objective": "dpace"}, "cross_entropy", True),
+        ({"objective": "dpace"}, "dpace", False),
+        ({}, "dpace", True),
+        (None, "dpace", False),
+    ],
+)
+def test_another_objective_than_the_drafters_own_is_said(tmp_path, capsys, recipe, objective, warned):
+    if recipe is not None:
+        write_facts({"format": 1, "recipe": recipe}, tmp_path)
+    module = runpy.run_path(str(ROOT / "recipes" / "adapt_drafter.py"))
+    module["warn_of_another_objective"](str(tmp_path), objective)
+    own = (recipe or {}).get("objective", "cross_entropy")
+    assert (f"`--objective {own}` goes on as it was trained" in capsys.readouterr().out) is warned
 
 
 # A quantised target

@@ -34,6 +34,7 @@ from dflash_hf.publishing.training_facts import (
     _supervised_tokens,
     differing_arguments,
     hub_id,
+    read_facts,
 )
 from dflash_hf.validation.checkpoint import Checkpoint
 from dflash_hf.validation.reading import read_folder
@@ -47,9 +48,9 @@ BLOCK_SIZE_OF_THE_STUDY = 16
 SMALL = json.loads((ROOT / "recipes" / "smollm2-135m" / "drafter" / "config.json").read_text())
 TRAINED_BY = {
     "SmolLM2-135M-Instruct-DFlash-demo": RECIPES["recipe_of"]("smollm2-135m"),
-    "SmolLM2-135M-Instruct-DFlash-b16": RECIPES["study_recipe"](RECIPES["study_row"]("muon-48", 4040))
+    "SmolLM2-135M-Instruct-DFlash-b16": RECIPES["study_facts"](RECIPES["study_row"]("muon-48", 4040))["recipe"]
     | {"block_size": BLOCK_SIZE_OF_THE_STUDY},
-    "SmolLM2-135M-Instruct-DFlash-b8": RECIPES["study_recipe"](RECIPES["study_row"]("muon-48-small", 4040))
+    "SmolLM2-135M-Instruct-DFlash-b8": RECIPES["study_facts"](RECIPES["study_row"]("muon-48-small", 4040))["recipe"]
     | {"block_size": SMALL["block_size"]},
     "Qwen3.6-27B-DFlash": RECIPES["recipe_of"]("qwen3.6-27b"),
 }
@@ -131,6 +132,11 @@ def test_the_figures_of_the_trained_drafters_are_those_of_their_readme():
         assert "num_anchors: 128" in text and "32 a step" in text
     # Runs are told apart by name, seed and steps: in the folder of the first, the second would pass for done.
     assert "--output_dir outputs/study-small" in cards["b8"] and "--output_dir" not in cards["b16"]
+
+
+def test_the_shipped_drafter_knows_its_training():
+    folder = ROOT / "recipes" / "smollm2-135m" / "drafter"
+    assert read_facts(folder) == RECIPES["study_facts"](RECIPES["study_row"]("muon-48-small", 4040))
 
 
 def test_the_figures_of_the_demo_are_those_of_its_readme():

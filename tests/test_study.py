@@ -16,6 +16,7 @@ from transformers import HfArgumentParser, TrainerCallback
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.decoding.walk import WalkSums, walk_documents
+from dflash_hf.publishing.training_facts import read_facts
 from dflash_hf.target.frozen_target import FrozenTarget
 
 
@@ -93,7 +94,9 @@ tiny-kl: {rows: 4, num_anchors: 8, row_length: 64, objective: kl, temperature: 0
 
 def test_the_study_runs_reports_and_leaves_out_what_is_done(files, tmp_path, capsys):
     options = {**SHAPE, **files, "output_dir": tmp_path, "extra": EXTRA, "runs": "tiny-*", "steps": 8, "dev_rows": 2}
-    call(study.main, decode_prompts=2, decode_tokens=8, **options)
+    call(study.main, decode_prompts=2, decode_tokens=8, save_drafters=True, **options)
+    facts = read_facts(tmp_path / "drafter-tiny-kl-s0-8")
+    assert facts["recipe"]["objective"] == "kl" and facts["recipe"]["max_steps"] == 8
     results = study.read_results(tmp_path / "results.jsonl")
     names = ("dpace-s0", "dpace-s1", "packed-s0", "kl-s0")
     assert [study.key_of(result) for result in results] == [f"tiny-{name}-8" for name in names]

@@ -199,4 +199,12 @@ def read_facts(folder: str | Path) -> dict[str, Any] | None:
     return facts
 
 
-__all__ = ["TrainingFacts", "differing_arguments", "hub_id", "read_facts", "training_facts"]
+__all__ = [
+    "FORMAT",
+    "TrainingFacts",
+    "differing_arguments",
+    "hub_id",
+    "read_facts",
+    "training_facts",
+    "write_facts",
+]

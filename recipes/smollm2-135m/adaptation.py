@@ -69,12 +69,13 @@ class AdaptationArguments:
     base_epochs: float = field(default=3.0, metadata={"help": "Passes over the general chats."})
     base_minutes: float | None = field(default=None, metadata={"help": "After which the first drafter is done."})
     epochs: float = field(default=4.0, metadata={"help": "Passes over the adaptation's documents."})
-    lora_rank: int = field(default=32, metadata={"help": "Rank of the adapter."})
+    objective: str = field(default="dpace", metadata={"help": "Of all training; that of the drafter to adapt."})
+    lora_rank: int = field(default=64, metadata={"help": "Rank of the adapter."})
     lora_rates: list[float] = field(
-        default_factory=lambda: [1e-3, 3e-3, 3e-4], metadata={"help": "Tried for the adapter, in this order."}
+        default_factory=lambda: [3e-3, 1e-3, 5e-3], metadata={"help": "Tried for the adapter, in this order."}
     )
     whole_rates: list[float] = field(
-        default_factory=lambda: [3e-4, 1e-3, 1e-4], metadata={"help": "Tried for the whole, in this order."}
+        default_factory=lambda: [1e-3, 3e-4, 2e-3], metadata={"help": "Tried for the whole, in this order."}
     )
     row_length: int = field(default=1024, metadata={"help": "Tokens of a packed row."})
     rows_per_step: int = field(default=16, metadata={"help": "Rows of a step of the first drafter."})
@@ -162,6 +163,7 @@ class Study:
             per_device_train_batch_size=rows,
             per_device_eval_batch_size=8,
             bf16=self.arguments.bf16,
+            objective=self.arguments.objective,
             # Kernels that need no compilation: each variant would compile anew for a minute.
             drafter_attn_implementation="sdpa",
             compile_layers=False,

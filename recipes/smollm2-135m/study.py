@@ -19,12 +19,14 @@ import torch
 import yaml
 from get_target import get_smollm2
 from study_data import MAX_LENGTH, read_documents, write_data
+from study_facts import study_facts
 from study_report import write_report
 from study_training import Run, Study, convert_to_float8, train
 from transformers import AutoConfig, HfArgumentParser
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.acceptance import DecodingSettings, measure_acceptance, walked_acceptance_length
+from dflash_hf.publishing.training_facts import write_facts
 from dflash_hf.target.frozen_target import FrozenTarget
 from dflash_hf.trainer import compile_layers
 
@@ -98,7 +100,9 @@ def main() -> None:
         started = time.perf_counter()
         result = train(study, run) | {"shared": shared}
         if arguments.save_drafters:
-            study.drafter.save_pretrained(output_dir / f"drafter-{run.key}", dtype=torch.bfloat16)
+            folder = output_dir / f"drafter-{run.key}"
+            study.drafter.save_pretrained(folder, dtype=torch.bfloat16)
+            write_facts(study_facts(result), folder)
         if arguments.decode_prompts:
             result |= decode(study, arguments)
         result["seconds"] = time.perf_counter() - started
