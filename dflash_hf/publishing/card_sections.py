@@ -94,7 +94,7 @@ def training(facts: dict[str, Any], options: CardOptions) -> str:
                 ]
             )
         )
-    elif not options.train_command:
+    elif not options.train_command and not facts.get("recipe"):
         parts.append("No record of the run is at hand.")
     if facts.get("recipe"):
         recipe = dict(facts["recipe"])
