@@ -25,7 +25,8 @@ SMALL += ["--continue_epochs", "3"]
 
 def test_the_trained_drafter_is_sound_small_and_of_this_target():
     folder = FOLDER / "drafter"
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    names = ["config.json", "model.safetensors", "training.json"]
+    assert sorted(path.name for path in folder.iterdir()) == names
     report = validate_checkpoint(folder)
     assert report.ok and "0 warning(s)" in str(report)
     assert (folder / "model.safetensors").stat().st_size < 20e6
