@@ -72,14 +72,14 @@ class AdaptationArguments:
     objective: str = field(default="dpace", metadata={"help": "Of all training; that of the drafter to adapt."})
     lora_rank: int = field(default=64, metadata={"help": "Rank of the adapter."})
     lora_rates: list[float] = field(
-        default_factory=lambda: [3e-3, 1e-3, 5e-3], metadata={"help": "Tried for the adapter, in this order."}
+        default_factory=lambda: [3e-3, 5e-3, 2e-3], metadata={"help": "Tried for the adapter, in this order."}
     )
     whole_rates: list[float] = field(
-        default_factory=lambda: [1e-3, 3e-4, 2e-3], metadata={"help": "Tried for the whole, in this order."}
+        default_factory=lambda: [1e-3, 5e-4, 2e-3], metadata={"help": "Tried for the whole, in this order."}
     )
     row_length: int = field(default=1024, metadata={"help": "Tokens of a packed row."})
     rows_per_step: int = field(default=16, metadata={"help": "Rows of a step of the first drafter."})
-    adapted_rows_per_step: int = field(default=8, metadata={"help": "Rows of a step of an adaptation."})
+    adapted_rows_per_step: int = field(default=16, metadata={"help": "Rows of a step of an adaptation."})
     bf16: bool = field(default=True, metadata={"help": "Autocast; a GPU's."})
     seed: int = field(default=0, metadata={"help": "Of weights, order and anchors."})
 
