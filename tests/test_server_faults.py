@@ -262,11 +262,14 @@ def test_ctrl_c_ends_a_run_whose_server_hangs(start, monkeypatch, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Hi"}\n' * 3)
     recipe = Path(__file__).parents[1] / "recipes" / "generate_completions.py"
     words = ["--server", start("sglang")[1] + "/v1", "--target", "m", "--prompts", str(tmp_path / "prompts.jsonl")]
+    # Tests that a shell runs in the background ignore Ctrl-C, and what they start inherits that.
+    ignored_or_not = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [sys.executable, str(recipe), *words, "--output", str(tmp_path / "out.jsonl")],
         stderr=subprocess.PIPE,
         text=True,
     )
+    signal.signal(signal.SIGINT, ignored_or_not)
     try:
         assert asked.wait(60)
         process.send_signal(signal.SIGINT)
