@@ -388,6 +388,13 @@ def test_line_ends_inside_texts_are_no_line_ends(tmp_path):
     assert [prompt.messages[0]["content"] for prompt in read_prompts(path)] == ["a\u2028b\u0085c", "d"]
 
 
+def test_a_hidden_file_is_read_where_it_is_named(tmp_path):
+    (tmp_path / ".mine.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "shown.jsonl").write_text('{"prompt": "b"}\n')
+    assert [prompt.source for prompt in read_prompts(tmp_path / ".mine.jsonl")] == [".mine"]
+    assert [prompt.source for prompt in read_prompts(tmp_path)] == ["shown"]
+
+
 def test_a_files_name_is_the_source_of_its_prompts(tmp_path):
     path = tmp_path / "mine.jsonl"
     path.write_text('{"prompt": "a"}\n\n{"prompt": "b", "source": "c"}\n')

@@ -121,7 +121,9 @@ def list_files(
     root = path.partition("*")[0].rpartition("/")[0] if "*" in path else path
     if list(found) == [path] and not path.endswith(SUFFIXES):
         raise ValueError(f"{address} ends in neither of {SUFFIXES}, so its format is unknown.")
-    files = [_source_file(fs, address, root, name, found[name]) for name in sorted(found) if _is_rows(name)]
+    files = [
+        _source_file(fs, address, root, name, found[name]) for name in sorted(found) if name == path or _is_rows(name)
+    ]
     if not files:
         raise FileNotFoundError(f"The folder {address} holds no file that ends in one of {SUFFIXES}.")
     return files
