@@ -94,8 +94,8 @@ def run(adapt: AdaptArguments, args: DFlashTrainingArguments) -> None:
 def warn_of_another_objective(drafter: str, objective: str) -> None:
     """Say so where a folder's drafter was trained by another objective, which costs it what it drafts otherwise."""
     facts = read_facts(drafter)
-    # What is not told there is the default, cross-entropy.
-    own = objective if facts is None else facts["recipe"].get("objective", "cross_entropy")
+    # What is not told there is the default.
+    own = objective if facts is None else facts["recipe"].get("objective", DFlashTrainingArguments.objective)
     if own != objective:
         print(
             f"{drafter} was trained by the objective {own}, and is adapted by {objective}: it may draft less of what "

@@ -390,13 +390,11 @@ def beside(target: PreTrainedModel, drafter: DFlashDraftModel) -> Iterator[None]
     try:
         yield
     finally:
-        if target.device.type == "cuda" and torch.cuda.mem_get_info(target.device)[0] < 4 * size_of(drafter):
+        if (
+            target.device.type == "cuda"
+            and torch.cuda.mem_get_info(target.device)[0] < 4 * drafter.get_memory_footprint()
+        ):
             drafter.to("cpu")
-
-
-def size_of(drafter: DFlashDraftModel) -> int:
-    """Bytes of its weights."""
-    return sum(p.numel() * p.element_size() for p in drafter.parameters())
 
 
 def request_settings(args: EvaluationArguments) -> dict[str, Any]:
