@@ -8,12 +8,11 @@ Each folder holds the `trainer_state.json` of a run with one micro-batch a step;
 compared with. A log is the mean of its steps, so logs that hold a step in turn, a profiled one or one of the first few
 behind either are left out whole: the rarer the logs, the more steps a run needs. `ratio` is the step over the slower
 half measured alone in the same run (`--measure_alone_steps`), or over the slower half of its own steps where none was
-measured alone; what is measured alone is one micro-batch, so a step of several has no ratio to go by. Tokens per second
-are those of all ranks.
+measured alone; only a step of one micro-batch has such a ratio. Tokens per second are those of all ranks.
 
-With `--weights` the weights of the newest `checkpoint-N` that all runs have are compared with the first run's: the norm
-of the difference over that of the weights, and the largest difference of a single one. Runs without logs that can be
-measured are compared as well.
+With `--weights` the weights of the newest `checkpoint-N` that all runs have are compared with the first run's: the
+norm of the difference over that of the weights, and the largest difference of a single one. Runs without logs that can
+be measured are compared as well.
 """
 
 import argparse

@@ -75,8 +75,8 @@ def _check_same_tensors(first: Path, other: Path) -> None:
     if shapes[0] != shapes[1]:
         different = sorted(n for n in shapes[0].keys() | shapes[1].keys() if shapes[0].get(n) != shapes[1].get(n))
         raise ValueError(
-            f"{other} does not hold the tensors of {first}: {len(different)} are missing or of another shape in one of "
-            f"them, such as {', '.join(different[:3])}. Compare runs of the same drafter."
+            f"{other} does not hold the tensors of {first}: {len(different)} are missing in one of them or of another "
+            f"shape, such as {', '.join(different[:3])}. Compare runs of the same drafter."
         )
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafter's weights compared over the ranks of a run, which data parallel training keeps equal to the last bit.
 
-They start from rank 0's weights and add up the same gradients in every step. So any difference means that bytes arrived
-changed, as on machines whose copies between GPUs are faulty, or that weights were changed outside the optimizer.
+They start from rank 0's weights and add up the same gradients in every step. So any difference means that bytes
+arrived changed, as on machines whose copies between GPUs are faulty, or that something else changed the weights.
 """
 
 import json
@@ -41,8 +41,8 @@ def check_ranks(every_steps: int, world_size: int) -> None:
         raise ValueError(f"compare_ranks_steps is {every_steps}; expected 1 or more steps.")
     if world_size < 2:
         raise ValueError(
-            f"compare_ranks_steps is {every_steps}, but this run is a single process, whose weights have nothing to be "
-            "compared with. Leave it out, or start several ranks: accelerate launch --config_file "
+            f"compare_ranks_steps is {every_steps}, but this run is a single process, whose weights have nothing to "
+            "be compared with. Leave it out, or start several ranks: accelerate launch --config_file "
             "recipes/accelerate/two_pairs.yaml."
         )
 
@@ -50,8 +50,8 @@ def check_ranks(every_steps: int, world_size: int) -> None:
 def rank_differences(model: nn.Module) -> dict[str, float]:
     """Largest absolute difference of each trainable parameter from rank 0's, over all ranks and the same on each.
 
-    Every rank calls this at the same point. It takes the memory of a few copies of the largest parameter, and waits for
-    the device once.
+    Every rank calls this at the same point. It takes the memory of a few copies of the largest parameter, and waits
+    for the device once.
 
     Args:
         model: The drafter, on every rank the same one.
