@@ -295,7 +295,8 @@ def test_the_recipe_compares_nccl_ranks_and_their_weights_with_one_that_accumula
     found = json.loads((folders[0] / "ranks.json").read_text())
     assert found == {"steps": [2, 4], "largest_difference": [0.0, 0.0], "world_size": 2}
     weights = weight_differences(*(folder / "checkpoint-4" for folder in folders))
-    assert weights["relative_difference"] < 1e-2
+    # Other rows would give about 1e-2, another precision 3e-4.
+    assert weights["relative_difference"] < 2e-3
 
 
 @pytest.mark.parametrize("copies", ["peer", "host"])
