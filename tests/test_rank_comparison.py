@@ -42,12 +42,14 @@ class Change(TrainerCallback):
 
 def changed(folder: str, value: float) -> None:
     """Target of a process: train until the ranks are found to differ, and write down what each one is told."""
-    callbacks = [Change(3, value), RanksCallback(folder, 2)]
+    paused: list[int] = []
+    callbacks = [Change(3, value), RanksCallback(folder, 2, lambda: paused.append(trainer.state.global_step))]
     trainer = make_trainer(f"{folder}/run", callbacks=callbacks, documents=make_documents(4), save_strategy="no")
     try:
         trainer.train()
     except RanksDifferError as error:
-        Path(folder, f"told-{trainer.args.process_index}").write_text(f"{trainer.state.global_step}: {error}")
+        told = f"{trainer.state.global_step}, {paused}: {error}"
+        Path(folder, f"told-{trainer.args.process_index}").write_text(told)
 
 
 def test_two_ranks_of_the_recipe_stay_equal_and_equal_one_that_accumulates(tmp_path, monkeypatch, capsys):
@@ -75,7 +77,7 @@ def test_a_difference_ends_both_ranks_and_names_the_parameter(tmp_path, value):
     assert finish(start(changed, str(tmp_path), value, world=2, log=tmp_path / "log"), timeout=60) == [0, 0]
     for rank in (0, 1):
         told = (tmp_path / f"told-{rank}").read_text()
-        assert told.startswith(f"4: After step 4 the ranks hold different weights: {CHANGED} differs by up to ")
+        assert told.startswith(f"4, [2]: After step 4 the ranks hold different weights: {CHANGED} differs by up to ")
         assert "NCCL_P2P_DISABLE=1" in told
     found = json.loads((tmp_path / "ranks.json").read_text())
     assert found["steps"] == [2, 4] and found["largest_difference"][0] == 0.0 < found["largest_difference"][1]
