@@ -2,12 +2,17 @@
 """Compare finished runs of the training recipe by their own logs: step, halves, wait, copies, losses.
 
     python recipes/report_pairs.py outputs/depth0 outputs/depth1 outputs/depth2 [--output pairs.json] [--skip 3]
+    python recipes/report_pairs.py outputs/two-pairs outputs/one-pair --weights
 
 Each folder holds the `trainer_state.json` of a run with one micro-batch a step; the first one is what losses are
 compared with. A log is the mean of its steps, so logs that hold a step in turn, a profiled one or one of the first few
 behind either are left out whole: the rarer the logs, the more steps a run needs. `ratio` is the step over the slower
 half measured alone in the same run (`--measure_alone_steps`), or over the slower half of its own steps where none was
-measured alone.
+measured alone; only a step of one micro-batch has such a ratio. Tokens per second are those of all ranks.
+
+With `--weights` the weights of the newest `checkpoint-N` that all runs have are compared with the first run's: the
+norm of the difference over that of the weights, and the largest difference of a single one. Runs without logs that can
+be measured are compared as well.
 """
 
 import argparse
@@ -89,6 +94,66 @@ def read_run(folder: Path, skip: int) -> dict[str, Any]:
     return figures | {"copies": profile.get("copies", {})}
 
 
+def figures_of(folder: Path, skip: int, may_lack_logs: bool) -> dict[str, Any]:
+    """Figures of one run; only why there are none, where its weights can be compared without them."""
+    try:
+        return read_run(folder, skip)
+    except SystemExit as reason:
+        if not may_lack_logs:
+            raise
+        return {"not_measured": str(reason)}
+
+
+def add_weights(runs: dict[str, dict[str, Any]]) -> None:
+    """Compare the weights of the newest checkpoint that all runs have with the first run's."""
+    # Without weights the report needs no torch, and is there at once.
+    from dflash_hf.cli import errors_in_one_line
+    from dflash_hf.runs.checkpoint_differences import common_step, weight_differences
+
+    first, *others = runs
+    with errors_in_one_line():
+        if not others:
+            raise ValueError(f"--weights compares runs with the first one; {first} is the only one. Give several.")
+        step = common_step([Path(name) for name in runs])
+        for name in others:
+            folders = (Path(run) / f"checkpoint-{step}" for run in (first, name))
+            runs[name]["weights"] = {"step": step, **weight_differences(*folders)}
+
+
+def print_run(name: str, run: dict[str, Any]) -> None:
+    """A line of the table, and a line for each kind of copy in the profile and for the weights."""
+    if "not_measured" in run:
+        print(f"{name[-32:]:32} not measured: {run['not_measured']}")
+    else:
+        parts = ("step", "target", "drafter", "wait", "copy")
+        row = " ".join(f"{run.get(f'{part}_seconds', 0):8.4f}" for part in parts)
+        rate, said = run.get("tokens_per_second", 0), run["compared_losses"]
+        print(f"{name[-32:]:32} {row} {run['ratio']:7.3f} {rate:9.1f}  {run['steps']:5}  {said}")
+    for kind, copy in run.get("copies", {}).items():
+        share = copy["covered_seconds"] / copy["seconds"] if copy["seconds"] else 0.0
+        at_link = copy["gigabytes"] * 1e9 / LINK_BYTES_PER_SECOND
+        print(
+            f"  {kind}: {copy['count']} copies, {copy['gigabytes']:.3f} GB in {copy['seconds']:.4f} s, "
+            f"{share:.0%} of it under the drafter's kernels; {at_link:.4f} s at 22 GB/s"
+        )
+    if "weights" in run:
+        weights = run["weights"]
+        print(
+            f"  weights after step {weights['step']}: relative difference {weights['relative_difference']:.3g}, "
+            f"largest {weights['largest_difference']:.3g} in {weights['largest_in']}"
+        )
+
+
+def compare_losses(run: dict[str, Any], first: dict[str, Any]) -> None:
+    # Means over the same steps.
+    losses = first.get("losses", {})
+    both = [(loss, losses[steps]) for steps, loss in run["losses"].items() if steps in losses]
+    run["largest_loss_difference"] = largest = max((abs(a - b) for a, b in both), default=None)
+    run["compared_losses"] = (
+        "no log of the same steps" if largest is None else f"largest difference {largest:.3g} in {len(both)} logs"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folders", nargs="+", type=Path, help="Output folders of runs.")
@@ -98,29 +163,22 @@ def main() -> None:
         default=3,
         help="Steps left out while the pipe fills, at the start and behind steps in turn or profiled.",
     )
+    parser.add_argument(
+        "--weights",
+        action="store_true",
+        help="Compare the weights with the first run's, at the newest checkpoint-N that all have.",
+    )
     parser.add_argument("--output", type=Path, help="JSON file for the figures.")
     options = parser.parse_args()
-    runs = {str(folder): read_run(folder, options.skip) for folder in options.folders}
-    first = next(iter(runs.values()))["losses"]
-    print(f"{'run':32} {'step':>8} {'target':>8} {'drafter':>8} {'wait':>8} {'copy':>8} {'ratio':>7}  steps  losses")
+    runs = {str(folder): figures_of(folder, options.skip, options.weights) for folder in options.folders}
+    if options.weights:
+        add_weights(runs)
+    head = " ".join(f"{part:>8}" for part in ("step", "target", "drafter", "wait", "copy"))
+    print(f"{'run':32} {head} {'ratio':>7} {'tokens/s':>9}  steps  losses")
     for name, run in runs.items():
-        # Means over the same steps.
-        both = [(loss, first[steps]) for steps, loss in run["losses"].items() if steps in first]
-        run["largest_loss_difference"] = largest = max((abs(a - b) for a, b in both), default=None)
-        said = (
-            "no log of the same steps" if largest is None else f"largest difference {largest:.3g} in {len(both)} logs"
-        )
-        row = " ".join(
-            f"{run.get(f'{part}_seconds', 0):8.4f}" for part in ("step", "target", "drafter", "wait", "copy")
-        )
-        print(f"{name[-32:]:32} {row} {run['ratio']:7.3f}  {run['steps']:5}  {said}")
-        for kind, copy in run["copies"].items():
-            share = copy["covered_seconds"] / copy["seconds"] if copy["seconds"] else 0.0
-            at_link = copy["gigabytes"] * 1e9 / LINK_BYTES_PER_SECOND
-            print(
-                f"  {kind}: {copy['count']} copies, {copy['gigabytes']:.3f} GB in {copy['seconds']:.4f} s, "
-                f"{share:.0%} of it under the drafter's kernels; {at_link:.4f} s at 22 GB/s"
-            )
+        if "losses" in run:
+            compare_losses(run, next(iter(runs.values())))
+        print_run(name, run)
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(runs, indent=2) + "\n")

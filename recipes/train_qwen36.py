@@ -30,6 +30,7 @@ from dflash_hf.runs.launching import end_together
 from dflash_hf.runs.planning import check_memory, make_plan
 from dflash_hf.runs.preflight import preflight
 from dflash_hf.runs.profiling import ProfileCallback
+from dflash_hf.runs.rank_comparison import RanksCallback, check_ranks
 from dflash_hf.runs.resuming import check_writable
 from dflash_hf.target.frozen_target import FrozenTarget
 from dflash_hf.target.pairs import place_target, placements
@@ -88,6 +89,9 @@ class RecipeArguments:
     )
     synthetic_length: int = field(default=2048, metadata={"help": "Tokens of a synthetic document."})
     profile_steps: int = field(default=0, metadata={"help": "Steps to profile, from the sixth prefetched one on."})
+    compare_ranks_steps: int = field(
+        default=0, metadata={"help": "Compare the drafter's weights over the ranks every so many steps."}
+    )
 
 
 def main() -> None:
@@ -101,6 +105,8 @@ def main() -> None:
         check_shape(recipe)
         if planned_gpus(recipe) is None:
             placements(args)  # stops at once where the layout does not fit the GPUs
+            if recipe.compare_ranks_steps:
+                check_ranks(recipe.compare_ranks_steps, args.world_size)
         if args.process_index == 0:
             check_writable(Path(args.output_dir))
     set_seed(args.seed)
@@ -114,7 +120,8 @@ def main() -> None:
 
 def check_sources(recipe: RecipeArguments) -> None:
     """Exactly one source of documents, and real ones only for a real target."""
-    for name, minimum in (("num_synthetic_documents", 0), ("synthetic_length", 4), ("profile_steps", 0)):
+    counts = {"num_synthetic_documents": 0, "synthetic_length": 4, "profile_steps": 0, "compare_ranks_steps": 0}
+    for name, minimum in counts.items():
         value = getattr(recipe, name)
         if value < minimum:
             raise ValueError(f"{name} is {value}; expected {minimum} or more.")
@@ -297,6 +304,9 @@ def train(recipe: RecipeArguments, args: DFlashTrainingArguments) -> None:
     if recipe.profile_steps:
         start = args.measure_alone_steps + 5
         trainer.add_callback(ProfileCallback(args.output_dir, recipe.profile_steps, start))
+    if recipe.compare_ranks_steps:
+        pause = trainer.throughput.pause
+        trainer.add_callback(RanksCallback(args.output_dir, recipe.compare_ranks_steps, pause))
     trainer.train(resume_from_checkpoint=resumed_checkpoint(args))
     trainer.save_state()
     if recipe.random_target_config:

@@ -88,7 +88,7 @@ def train(folder: str, resume=None, seconds: float = 0.0, **arguments) -> None:
     rank = int(os.environ.get("RANK", 0))
     trainer = make_trainer(path / "run", callbacks=[Progress(path / f"step-{rank}", seconds)], **arguments)
     trainer.train(resume_from_checkpoint=resume)
-    state = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    state = {name: parameter.detach().cpu().clone() for name, parameter in trainer.model.named_parameters()}
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     torch.save({"parameters": state, "losses": losses}, path / f"final-{rank}.pt")
     if trainer.args.world_size > 1:

@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """On GPUs: the prefetcher changes no loss, keeps its memory bound and really runs both halves at the same time."""
 
+import json
+import signal
+import subprocess
+import sys
 import threading
 
 import pytest
+import test_kills
+import test_launch
 import tiny
 import torch
-from test_pairs_launch import ROOT, largest_difference, launch, results, train
+from test_pairs_launch import CONFIGS, ROOT, environment, largest_difference, launch, results, train
 from test_prefetch import NO_DATALOADER, batches, documents, target_threads
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
+from dflash_hf.runs.checkpoint_differences import weight_differences
 from dflash_hf.runs.preflight import check_copy
 from dflash_hf.target.dense import PackedDense
 from dflash_hf.target.feature_transfer import FeatureTransfer
@@ -237,6 +244,59 @@ def test_two_nccl_ranks_equal_one_that_accumulates(target, tmp_path):
     assert largest_difference(first, second) == 0
     assert first["losses"] == pytest.approx(alone["losses"], rel=1e-2)
     assert largest_difference(first, alone) < 1e-2
+
+
+# By the shipped configuration, each rank with target and drafter on its own GPU.
+TWO_NCCL_RANKS = ("--config_file", str(CONFIGS / "two_pairs.yaml"), "--gpu_ids", "0,1")
+ON_GPUS = {"use_cpu": False, "bf16": True, "target_layout": "shared", "drafter_attn_implementation": "sdpa"}
+ON_GPUS |= {"compile_layers": False}
+
+
+@two_gpus
+def test_d1_an_nccl_rank_with_nothing_to_learn_from_takes_part(tmp_path):
+    """One rank's row, and both ranks' in a step, hold nothing: all steps are taken, and the weights stay equal."""
+    cases = dict.fromkeys(("silent_rows", "only_silent_rows_in_a_step"), ON_GPUS)
+    module = ("-m", "accelerate.commands.launch")
+    ranks = test_launch.launch(tmp_path / "ranks", *module, *TWO_NCCL_RANKS, "--main_process_port", "0", cases=cases)
+    assert len(ranks) == 2
+    for case, steps in (("silent_rows", 4), ("only_silent_rows_in_a_step", 2)):
+        test_launch.assert_silent(ranks, case)
+        assert all(rank[case]["world"] == 2 and len(rank[case]["losses"]) == steps for rank in ranks)
+    test_launch.assert_same_parameters(ranks)
+
+
+@two_gpus
+def test_sigterm_to_the_launcher_of_nccl_ranks_leaves_a_checkpoint_that_resumes(tmp_path):
+    newest = test_kills.signal_launcher(tmp_path, signal.SIGTERM, TWO_NCCL_RANKS, {}, **ON_GPUS)
+    assert int(newest.name.split("-")[1]) < test_kills.STEPS
+    resumed = test_kills.launched(tmp_path, TWO_NCCL_RANKS, {}, resume=True, **ON_GPUS)
+    assert resumed.wait(300) == 0, (tmp_path / "log").read_text()[-3000:]
+    first, second = (test_kills.weights(tmp_path, rank) for rank in (0, 1))
+    assert (tmp_path / "step-0").read_text() == str(test_kills.STEPS) == str(len(first["losses"]))
+    assert all(torch.equal(p, second["parameters"][name]) for name, p in first["parameters"].items())
+
+
+@two_gpus
+def test_the_recipe_compares_nccl_ranks_and_their_weights_with_one_that_accumulates(tmp_path):
+    tiny.dense_target().config.save_pretrained(tmp_path / "target")
+    words = ["--target_model_init_kwargs", '{"dtype": "bfloat16"}']
+    words += [word for name, value in ON_GPUS.items() for word in (f"--{name}", str(value).lower())]
+    script, folders = tmp_path / "script.py", [tmp_path / "two", tmp_path / "one"]
+    script.write_text(
+        "import sys\nimport test_rank_comparison\nif __name__ == '__main__':\n"
+        f"    test_rank_comparison.recipe({str(tmp_path)!r}, *sys.argv[1:])\n"
+    )
+    two = [*TWO_NCCL_RANKS, "--main_process_port", "0", str(script), "--compare_ranks_steps", "2"]
+    one = ["--config_file", str(CONFIGS / "one_gpu.yaml"), str(script), "--gradient_accumulation_steps", "2"]
+    for folder, launcher in zip(folders, (two, one), strict=True):
+        command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, *words, "--output_dir", str(folder)]
+        ran = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+        assert ran.returncode == 0, ran.stderr[-3000:]
+    found = json.loads((folders[0] / "ranks.json").read_text())
+    assert found == {"steps": [2, 4], "largest_difference": [0.0, 0.0], "world_size": 2}
+    weights = weight_differences(*(folder / "checkpoint-4" for folder in folders))
+    # Other rows would give about 1e-2, another precision 3e-4.
+    assert weights["relative_difference"] < 2e-3
 
 
 @pytest.mark.parametrize("copies", ["peer", "host"])

@@ -173,29 +173,47 @@ def test_a_run_of_two_ranks_goes_on_as_one_that_accumulates_and_back(whole, tmp_
         torch.testing.assert_close(got["parameters"][name], parameter, rtol=0, atol=1e-5, msg=name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_launcher_reaches_the_ranks(tmp_path, number):
-    """The launcher passes it on, waits 30 s for the ranks, and has a status of its own."""
-    script = tmp_path / "script.py"
-    script.write_text(f"import runs\nruns.train({str(tmp_path)!r}, seconds=0.05)\n")
+TWO_GLOO_RANKS = ("--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no")
+TWO_GLOO_RANKS += ("--dynamo_backend", "no")
+
+
+def launched(folder: Path, launcher: tuple[str, ...], environment: dict[str, str], **arguments) -> subprocess.Popen:
+    """`runs.train` by `accelerate launch`, with its output in `log`."""
+    script = folder / "script.py"
+    words = "".join(f", {name}={value!r}" for name, value in arguments.items())
+    script.write_text(f"import runs\nif __name__ == '__main__':\n    runs.train({str(folder)!r}{words})\n")
     paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    with (tmp_path / "log").open("w") as log:
-        launcher = subprocess.Popen(
-            [*command, str(script)],
-            env={**os.environ, "PYTHONPATH": paths, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+    command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "--main_process_port", "0", str(script)]
+    with (folder / "log").open("a") as log:
+        return subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
             stdout=log,
             stderr=log,
         )
-        while not (tmp_path / "step-1").exists():
-            assert launcher.poll() is None, (tmp_path / "log").read_text()[-2000:]
-            time.sleep(0.05)
-        launcher.send_signal(number)
-        assert launcher.wait(60) == 1
-    newest = last_complete_checkpoint(tmp_path / "run")
-    assert {(tmp_path / f"step-{rank}").read_text() for rank in (0, 1)} == {newest.name.split("-")[1]}
+
+
+def signal_launcher(
+    folder: Path, number: int, launcher: tuple[str, ...], environment: dict[str, str], **arguments
+) -> Path:
+    """Start two ranks, send the launcher a signal once they train, and return their newest complete checkpoint."""
+    process = launched(folder, launcher, environment, seconds=0.05, **arguments)
+    while not (folder / "step-1").exists():
+        assert process.poll() is None, (folder / "log").read_text()[-2000:]
+        time.sleep(0.05)
+    process.send_signal(number)
+    # The launcher passes it on, waits 30 s for the ranks, and has a status of its own.
+    assert process.wait(60) == 1
+    newest = last_complete_checkpoint(folder / "run")
+    assert newest is not None, (folder / "log").read_text()[-2000:]
+    assert {(folder / f"step-{rank}").read_text() for rank in (0, 1)} == {newest.name.split("-")[1]}
+    return newest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_launcher_reaches_the_ranks(tmp_path, number):
+    signal_launcher(tmp_path, number, TWO_GLOO_RANKS, {"ACCELERATE_USE_CPU": "true"})
 
 
 def run_with_workers(folder: Path, **arguments) -> tuple[subprocess.Popen, Path]:

@@ -39,6 +39,8 @@ def test_an_output_folder_that_cannot_be_written_is_refused_before_anything_is_l
         (["--num_synthetic_documents", "-3"], "num_synthetic_documents is -3; expected 0 or more"),
         (["--synthetic_length", "1"], "synthetic_length is 1"),
         (["--profile_steps", "-1"], "profile_steps is -1"),
+        (["--compare_ranks_steps", "-1"], "compare_ranks_steps is -1"),
+        (["--compare_ranks_steps", "10"], r"a single process, .*two_pairs\.yaml"),
         (["--target", "/no/target"], "target: /no/target is neither a folder"),
         (["--drafter", "./drafter"], r"drafter: \./drafter is neither .*owner/name"),
         (["--random_target_config", "/no/config.json"], "random_target_config: /no/config.json is neither"),

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights compared over the ranks of a run, and of several runs by their checkpoints."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from runs import finish, make_documents, make_trainer, start
+from safetensors.torch import load_file, save_file
+from test_pair_recipe import RECIPES, SHAPE, SMALL, load_recipe, write_run
+from tiny import hybrid_target
+from transformers import TrainerCallback
+
+from dflash_hf.runs.rank_comparison import RanksCallback, RanksDifferError, rank_differences
+
+
+CHANGED = "layers.1.mlp.down_proj.weight"
+
+
+def recipe(folder: str, *words: str) -> None:
+    """Target of a process: the training recipe."""
+    sys.argv = ["train_qwen36.py", "--random_target_config", f"{folder}/target/config.json", *SHAPE, *SMALL]
+    sys.argv += ["--save_only_model", "true", "--save_strategy", "steps", "--save_steps", "2"]
+    sys.argv += ["--max_steps", "4", "--learning_rate", "1e-3", "--dataloader_num_workers", "0", *words]
+    runpy.run_path(str(RECIPES / "train_qwen36.py"), run_name="__main__")
+
+
+class Change(TrainerCallback):
+    """Changes a weight of the last rank, as a faulty copy would."""
+
+    def __init__(self, step: int, value: float):
+        self.step, self.value = step, value
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == self.step and args.process_index == args.world_size - 1:
+            with torch.no_grad():
+                dict(model.named_parameters())[CHANGED][3, 2] += self.value
+
+
+def changed(folder: str, value: float) -> None:
+    """Target of a process: train until the ranks are found to differ, and write down what each one is told."""
+    paused: list[int] = []
+    callbacks = [Change(3, value), RanksCallback(folder, 2, lambda: paused.append(trainer.state.global_step))]
+    trainer = make_trainer(f"{folder}/run", callbacks=callbacks, documents=make_documents(4), save_strategy="no")
+    try:
+        trainer.train()
+    except RanksDifferError as error:
+        told = f"{trainer.state.global_step}, {paused}: {error}"
+        Path(folder, f"told-{trainer.args.process_index}").write_text(told)
+
+
+def test_two_ranks_of_the_recipe_stay_equal_and_equal_one_that_accumulates(tmp_path, monkeypatch, capsys):
+    """One that does not accumulate has seen other rows, which the report shows."""
+    log, report = tmp_path / "log", load_recipe(monkeypatch, "report_pairs.py")
+    hybrid_target().config.save_pretrained(tmp_path / "target")
+    two, one = ["--compare_ranks_steps", "2"], ["--gradient_accumulation_steps", "2"]
+    for name, world, words in (("two", 2, two), ("one", 1, one), ("few", 1, [])):
+        ranks = start(recipe, str(tmp_path), "--output_dir", str(tmp_path / name), *words, world=world, log=log)
+        assert finish(ranks) == [0] * world, log.read_text()[-3000:]
+    found = json.loads((tmp_path / "two" / "ranks.json").read_text())
+    assert found == {"steps": [2, 4], "largest_difference": [0.0, 0.0], "world_size": 2}
+    assert log.read_text().count("between the 2 ranks is 0.") == 2
+    folders = [str(tmp_path / name) for name in ("two", "one", "few")]
+    monkeypatch.setattr(sys, "argv", ["report_pairs.py", *folders, "--weights", "--output", str(tmp_path / "figures")])
+    report.main()
+    assert capsys.readouterr().out.count("weights after step 4: relative difference") == 2
+    figures = json.loads((tmp_path / "figures").read_text())
+    one, few = (figures[folder]["weights"]["relative_difference"] for folder in folders[1:])
+    assert one < 1e-5 and few > 1e-3
+
+
+@pytest.mark.parametrize("value", [2.0**-20, float("nan")])
+def test_a_difference_ends_both_ranks_and_names_the_parameter(tmp_path, value):
+    assert finish(start(changed, str(tmp_path), value, world=2, log=tmp_path / "log"), timeout=60) == [0, 0]
+    for rank in (0, 1):
+        told = (tmp_path / f"told-{rank}").read_text()
+        assert told.startswith(f"4, [2]: After step 4 the ranks hold different weights: {CHANGED} differs by up to ")
+        assert "NCCL_P2P_DISABLE=1" in told
+    found = json.loads((tmp_path / "ranks.json").read_text())
+    assert found["steps"] == [2, 4] and found["largest_difference"][0] == 0.0 < found["largest_difference"][1]
+
+
+def test_one_rank_has_nothing_to_compare(tmp_path):
+    trainer = make_trainer(tmp_path, callbacks=[RanksCallback(tmp_path, 2)], documents=make_documents(2))
+    with pytest.raises(ValueError, match=r"a single process, .*two_pairs\.yaml"):
+        trainer.train()
+
+
+def test_what_is_equal_on_all_ranks_has_no_difference_whatever_it_is(tmp_path):
+    """Infinities and NaNs too; parameters that are not trained are left out."""
+    model = torch.nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[float("inf"), float("nan"), 1.0], [-float("inf"), 0.0, -0.0]]))
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        assert rank_differences(model) == {"weight": 0.0}
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def report(monkeypatch, tmp_path):
+    """report_pairs.py --weights on two folders, the first without logs; checkpoints of equal tensors but for one."""
+    module = load_recipe(monkeypatch, "report_pairs.py")
+    write_run(tmp_path / "b", dict.fromkeys(range(1, 11), 1.0), 1, in_turn=0)
+    weights = {"fc.weight": torch.full((4, 4), 2.0, dtype=torch.bfloat16), "norm.weight": torch.zeros(4)}
+    for name, steps in (("a", (5, 10, 15)), ("b", (5, 10))):
+        for step in steps:
+            (tmp_path / name / f"checkpoint-{step}").mkdir(parents=True)
+            save_file(weights, tmp_path / name / f"checkpoint-{step}" / "model.safetensors")
+    path = tmp_path / "b" / "checkpoint-10" / "model.safetensors"
+    save_file(weights | {"norm.weight": torch.tensor([0.0, -0.5, 0.0, 0.0])}, path)
+
+    def main(*folders: str) -> dict:
+        arguments = [str(tmp_path / folder) for folder in folders]
+        output = ["--output", str(tmp_path / "figures.json")]
+        monkeypatch.setattr(sys, "argv", ["report_pairs.py", *arguments, "--weights", *output])
+        module.main()
+        return json.loads((tmp_path / "figures.json").read_text())
+
+    return main
+
+
+def test_the_report_compares_the_newest_weights_that_all_runs_have(report, tmp_path, capsys):
+    figures = report("a", "b")
+    found = figures[str(tmp_path / "b")]["weights"]
+    assert found == {
+        "step": 10, "relative_difference": 0.5 / 8, "largest_difference": 0.5, "largest_in": "norm.weight"
+    }  # fmt: skip
+    assert figures[str(tmp_path / "b")]["steps"] == 7 and "weights" not in figures[str(tmp_path / "a")]
+    printed = capsys.readouterr().out
+    assert "not measured" in printed and "no trainer_state.json" in printed
+    assert "weights after step 10: relative difference 0.0625, largest 0.5 in norm.weight" in printed
+
+
+def test_the_report_says_which_weights_are_missing(report, tmp_path):
+    with pytest.raises(SystemExit, match=r"is the only one\. Give several"):
+        report("a")
+    path = tmp_path / "b" / "checkpoint-10" / "model.safetensors"
+    weights = load_file(path)
+    save_file({"fc.weight": weights["fc.weight"]}, path)
+    with pytest.raises(SystemExit, match=r"1 are missing in one of them or of another shape, such as norm\.weight"):
+        report("a", "b")
+    save_file(weights | {"norm.weight": torch.full((4,), float("nan"))}, path)
+    with pytest.raises(SystemExit, match=r"norm\.weight is not finite in"):
+        report("a", "b")
+    path.unlink()
+    with pytest.raises(SystemExit, match=r"error: .*checkpoint-10"):
+        report("a", "b")
+    for step in (5, 10):
+        (tmp_path / "b" / f"checkpoint-{step}").rename(tmp_path / "b" / f"elsewhere-{step}")
+    with pytest.raises(SystemExit, match=r"no step of which .*a: 5, 10, 15; .*b: none\).*--save_only_model true"):
+        report("a", "b")
