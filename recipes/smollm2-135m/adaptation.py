@@ -6,8 +6,9 @@
 `general` and `general_eval` hold chats that the target answered. The target answers code prompts (code_prompts.py)
 itself. Acceptance lengths are those of the teacher-forced walk over the target's greedy answers: what greedy decoding
 commits. Learning rates are chosen on code prompts and general chats that are neither trained nor tested on: the best
-on code of those that keep 98% of the acceptance length on general chats. The two kinds of training take turns, and
-`adaptation.json` is written after each run, so that a study that is cut short still compares them.
+on code of those that keep 98.5% of the acceptance length on general chats, so that others keep 98%. The two kinds of
+training take turns, and `adaptation.json` is written after each run, so that a study that is cut short still compares
+them.
 """
 
 import gc
@@ -72,10 +73,10 @@ class AdaptationArguments:
     objective: str = field(default="dpace", metadata={"help": "Of all training; that of the drafter to adapt."})
     lora_rank: int = field(default=64, metadata={"help": "Rank of the adapter."})
     lora_rates: list[float] = field(
-        default_factory=lambda: [3e-3, 5e-3, 2e-3], metadata={"help": "Tried for the adapter, in this order."}
+        default_factory=lambda: [3e-3, 1.5e-3, 5e-3, 8e-4], metadata={"help": "Tried for the adapter, in this order."}
     )
     whole_rates: list[float] = field(
-        default_factory=lambda: [1e-3, 5e-4, 2e-3], metadata={"help": "Tried for the whole, in this order."}
+        default_factory=lambda: [1e-3, 5e-4, 2e-3, 2.5e-4], metadata={"help": "Tried for the whole, in this order."}
     )
     row_length: int = field(default=1024, metadata={"help": "Tokens of a packed row."})
     rows_per_step: int = field(default=16, metadata={"help": "Rows of a step of the first drafter."})

@@ -7,14 +7,15 @@ from typing import Any
 KINDS = ("adapter", "whole")
 
 
-# Of the acceptance length on general chats: what an adaptation may lose.
-KEPT_SHARE = 0.98
+# Of the acceptance length on the general chats that rates are chosen by, so that 98% is kept on others: of ten runs
+# these lost up to 0.7% more, 0.3% at the edge.
+KEPT_SHARE = 0.985
 
 
 def summarise(results: dict[str, Any]) -> dict[str, Any]:
     """Gain and loss of each kind at its rate, and the adapter's share of the gain; empty without both kinds.
 
-    A rate is chosen by the validation prompts: the best on code of those that keep 98% on general chats, or of all
+    A rate is chosen by the validation prompts: the best on code of those that keep 98.5% on general chats, or of all
     where none does (`keeps_general`). `share_of_gain` compares the two at these rates, `share_of_largest_gain` the
     adapter with the whole drafter that is best on code whatever it loses.
     """
@@ -77,7 +78,7 @@ def report(results: dict[str, Any]) -> None:
         return
     for kind in KINDS:
         if not summary[kind]["keeps_general"]:
-            print(f"\nNo rate of the kind {kind} keeps {KEPT_SHARE:.0%} on general chats; the best on code is taken.")
+            print(f"\nNo rate of the kind {kind} keeps {KEPT_SHARE:.1%} on general chats; the best on code is taken.")
     share, largest = (
         "no share" if summary[name] is None else f"{summary[name]:.0%}"
         for name in ("share_of_gain", "share_of_largest_gain")
