@@ -157,7 +157,8 @@ def prompt_of(row: dict, place: str) -> dict:
 
 def plain(message: dict) -> dict:
     """A message without what Arrow fills in: no None, `content` always there."""
-    return {"content": "", **without_none(message)}
+    message = without_none(message)
+    return {**message, "content": message.get("content", "")}
 
 
 def drop_half_written_line(output: Path) -> None:

@@ -464,7 +464,7 @@ class TestRead:
         """Whatever its name; `<(command)` of a shell is one."""
         os.mkfifo(tmp_path / "a.jsonl")
         ends = os.pipe()
-        for path in (tmp_path / "a.jsonl", f"/dev/fd/{ends[0]}", "/dev/null"):
+        for path in (f"/dev/fd/{ends[0]}", "/dev/null", tmp_path / "a.jsonl"):
             with pytest.raises(ValueError, match=r"is a pipe or a device.*: write its rows into a file"):
                 read_completions(path)
         for end in ends:
