@@ -4,8 +4,9 @@
     python recipes/generate_completions.py --target FOLDER_OR_ID --prompts prompts.jsonl --output completions.jsonl
     python recipes/generate_completions.py --server http://127.0.0.1:8000/v1 --target NAME_ON_THE_SERVER ...
 
-A prompt is a line `{"prompt": "..."}` or `{"messages": [...]}`; its other fields, but those of an earlier answer, stay
-in the answered row:
+A prompt is a row `{"prompt": "..."}` or `{"messages": [...]}`, read from all that training data is read from: JSON
+lines or one JSON list, compressed or not, Parquet, a folder or an address of such files. Its other fields, but those
+of an earlier answer, stay in the answered row:
 
     {"messages": [..., {"role": "assistant", "content": "...", "reasoning_content": "..."}],
      "finish_reason": "stop" | "length", "completion_token_ids": [...]}
@@ -25,6 +26,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -38,7 +40,10 @@ from transformers import (
 )
 
 from dflash_hf.cli import parse_config, refuse_unused
-from dflash_hf.data.chat_rows import TOKEN_ID_KEYS
+from dflash_hf.data.addresses import is_remote
+from dflash_hf.data.chat_messages import RowError, clean_tools, nesting_limited, parsed, without_none
+from dflash_hf.data.chat_rows import TOKEN_ID_KEYS, template_kwargs
+from dflash_hf.data.conversations import SOURCE_KEY, read_completions
 from dflash_hf.decoding.completion_client import AnswerError, CompletionServer
 from dflash_hf.one_writer import only_writer
 from dflash_hf.target.loading import eos_token_ids, load_model
@@ -55,7 +60,7 @@ class CompletionArguments:
     """Which target answers which prompts, and how."""
 
     target: str = field(metadata={"help": "Folder or Hub id of the target, or its name on the server."})
-    prompts: str = field(metadata={"help": 'JSON lines of {"prompt": "..."} or {"messages": [...]}.'})
+    prompts: str = field(metadata={"help": 'File, folder or address of {"prompt": "..."} or {"messages": [...]}.'})
     output: str = field(metadata={"help": "JSON lines of answered rows; what is answered there is not asked again."})
     max_new_tokens: int = field(default=512, metadata={"help": "Longest answer, in tokens."})
     temperature: float = field(default=0.0, metadata={"help": "Sampling temperature; 0 takes the best token."})
@@ -92,55 +97,68 @@ class CompletionArguments:
             refuse_unused(self, names, "on answers generated here, without a server")
         if self.temperature == 0:
             refuse_unused(self, ("top_p",), "at temperature 0, which takes the best token")
-        if Path(self.output).resolve() == Path(self.prompts).resolve():
-            raise ValueError(f"output is the prompts' own file, {self.prompts}; name another one.")
+        self._check_output()
 
-
-def read_json_lines(path: Path) -> list[tuple[str, dict]]:
-    """Read one object per line, each with its place (file and line) for messages; a broken line is a ValueError."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is not a file; expected JSON lines.")
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
-        if not line.strip():
-            continue
-        place = f"{path}, line {number}"
-        try:
-            row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"{place} is not JSON ({error}): {line[:80]!r}. Mend or remove the line.") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{place} is a {type(row).__name__}, but should be an object: {line[:80]!r}.")
-        rows.append((place, row))
-    return rows
-
-
-def read_prompts(path: Path) -> list[dict]:
-    """Read the prompts as rows with `messages` that the target is to answer, other fields kept."""
-    prompts = []
-    for place, row in read_json_lines(path):
-        empty = [name for name in ("prompt", "messages", "tools", "chat_template_kwargs") if row.get(name) is None]
-        row = {name: value for name, value in row.items() if name not in ANSWER_FIELDS and name not in empty}
-        if ("prompt" in row) == ("messages" in row):
-            raise ValueError(f'{place} should have either "prompt" or "messages"; its fields are {sorted(row)}.')
-        if "prompt" in row:
-            prompt = row.pop("prompt")
-            if not isinstance(prompt, str) or not prompt.strip():
-                raise ValueError(f'{place}: "prompt" should be a text that is not empty, but is {prompt!r}.')
-            row = {"messages": [{"role": "user", "content": prompt}], **row}
-        messages = row["messages"]
-        if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-            raise ValueError(f'{place}: "messages" should be a list of objects with "role" and "content".')
-        if not isinstance(row.get("chat_template_kwargs", {}), dict):
-            raise ValueError(f'{place}: "chat_template_kwargs" should be an object.')
-        if not messages or messages[-1]["role"] not in ("user", "tool"):
+    def _check_output(self) -> None:
+        if is_remote(self.output):
+            raise ValueError(f"output is {self.output}, but is appended to as answers come: name a local file.")
+        prompts, output = Path(self.prompts).resolve(), Path(self.output).resolve()
+        # A pattern's `*` crosses folders here, which refuses too much rather than too little.
+        if prompts in (output, output.parent) or ("*" in self.prompts and fnmatchcase(str(output), str(prompts))):
             raise ValueError(
-                f'{place}: the last message should come from "user" or "tool", so that it can be answered.'
+                f"output {self.output} would be read as prompts, which are {self.prompts}: name another file, outside "
+                "their folder."
             )
-        prompts.append(row)
-    if not prompts:
-        raise ValueError(f"{path} holds no prompts; expected one JSON object per line.")
-    return prompts
+
+
+def read_prompts(path: str | os.PathLike) -> list[dict]:
+    """Read the prompts as rows with `messages` that the target is to answer, other fields kept.
+
+    Args:
+        path: As in `read_completions`: a file of JSON (compressed or not) or of Parquet, or a folder of them.
+
+    Raises:
+        FileNotFoundError: No such file.
+        ValueError: A row that is no prompt, named by its place; no prompt at all; or a file of another kind.
+    """
+    return [prompt_of(row, row.pop(SOURCE_KEY)) for row in read_completions(path)]
+
+
+def prompt_of(row: dict, place: str) -> dict:
+    """The prompt of a row, as `messages`, without an earlier answer."""
+    # Of Parquet, a column that a row lacks is None.
+    empty = [name for name in ("prompt", "messages", "tools", "chat_template_kwargs") if row.get(name) is None]
+    row = {name: value for name, value in row.items() if name not in ANSWER_FIELDS and name not in empty}
+    if ("prompt" in row) == ("messages" in row):
+        raise ValueError(f'{place}: expected either "prompt" or "messages"; the fields are {sorted(row)}.')
+    if "prompt" in row:
+        prompt = row.pop("prompt")
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise ValueError(f'{place}: "prompt" should be a text that is not empty, but is {prompt!r}.')
+        row = {"messages": [{"role": "user", "content": prompt}], **row}
+    try:
+        with nesting_limited():
+            messages = parsed(row["messages"])
+            if not isinstance(messages, list) or not all(
+                isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
+            ):
+                raise RowError("no messages", '"messages" should be a list of objects with "role" and "content".')
+            row["messages"] = [plain(message) for message in messages]
+            if "tools" in row:
+                row["tools"] = clean_tools(row["tools"]) or []
+            if "chat_template_kwargs" in row:
+                row["chat_template_kwargs"] = template_kwargs(row["chat_template_kwargs"])
+    except RowError as error:
+        raise ValueError(f"{place}: {error}") from error
+    if not messages or messages[-1]["role"] not in ("user", "tool"):
+        raise ValueError(f'{place}: the last message should come from "user" or "tool", so that it can be answered.')
+    return row
+
+
+def plain(message: dict) -> dict:
+    """A message without what Arrow fills in: no None, `content` always there."""
+    message = without_none(message)
+    return {**message, "content": message.get("content", "")}
 
 
 def drop_half_written_line(output: Path) -> None:
@@ -162,8 +180,8 @@ def answered_from(line: bytes, place: str) -> dict:
     except ValueError as error:
         raise ValueError(f"{place} is not JSON ({error}): {line[:80]!r}. Mend or remove the line.") from error
     messages = row.get("messages") if isinstance(row, dict) else None
-    last = messages[-1] if isinstance(messages, list) and messages else None
-    if not isinstance(last, dict) or last.get("role") != "assistant":
+    is_chat = isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)
+    if not is_chat or messages[-1].get("role") != "assistant":
         raise ValueError(f"{place} is not an answered row. Name an output of this command, or a new file.")
     return row
 
@@ -184,7 +202,8 @@ def scan_answered(output: Path) -> Iterator[tuple[int, dict]]:
 def prompt_key(row: dict, messages: list[dict]) -> bytes:
     """What makes two rows the same prompt: everything but the answer."""
     asked = {name: value for name, value in row.items() if name not in ANSWER_FIELDS and value is not None}
-    return hashlib.blake2b(json.dumps(asked | {"messages": messages}, sort_keys=True).encode()).digest()
+    asked |= {"messages": [plain(message) for message in messages], "tools": without_none(asked.get("tools"))}
+    return hashlib.blake2b(json.dumps(asked, sort_keys=True, default=str).encode()).digest()
 
 
 def match_keys(prompts: list[bytes], answered: list[bytes]) -> tuple[dict[int, int], list[int]]:
@@ -240,7 +259,8 @@ def open_output(arguments: CompletionArguments) -> Iterator[TextIO]:
 
 
 def to_line(row: dict) -> str:
-    return json.dumps(row, separators=(",", ":")) + "\n"
+    # Parquet has types that JSON lacks, such as times, in fields that are kept.
+    return json.dumps(row, separators=(",", ":"), default=str) + "\n"
 
 
 def load_target(arguments: CompletionArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -428,7 +448,7 @@ def write_in_order(output: Path, keys: list[bytes]) -> None:
 def main(arguments: CompletionArguments) -> int:
     """Answer what the output lacks, leave it in the order of the prompts, and return the exit status."""
     output = Path(arguments.output)
-    prompts = read_prompts(Path(arguments.prompts))
+    prompts = read_prompts(arguments.prompts)
     if arguments.enable_thinking is not None:
         options = {"enable_thinking": arguments.enable_thinking}
         prompts = [

@@ -4,10 +4,10 @@
     python recipes/tokenize_completions.py --completions s3://bucket/answers --target Qwen/Qwen3.6-27B \
         --output s3://bucket/documents --max_length 4096 --num_proc 16
 
-reads `.jsonl`, `.jsonl.gz`, `.jsonl.zst` and `.parquet` (a Hub data set: `hf://datasets/ORG/NAME`). Credentials come
-from the environment. Stopped at any point, the same command goes on at the first unfinished file. The exit status is 0
-where all is finished, 1 where some files could not be read (they are named; the rest is finished), 2 where nothing
-could be done.
+reads `.jsonl`, `.jsonl.gz`, `.jsonl.zst` and `.parquet` (a Hub data set: `hf://datasets/ORG/NAME`), and a `.json` that
+is named. Credentials come from the environment. Stopped at any point, the same command goes on at the first unfinished
+file. The exit status is 0 where all is finished, 1 where some files could not be read (they are named; the rest is
+finished), 2 where nothing could be done.
 """
 
 import os

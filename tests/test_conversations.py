@@ -4,6 +4,7 @@
 import gzip
 import json
 import logging
+import os
 
 import pytest
 from datasets import Dataset
@@ -406,6 +407,68 @@ class TestRead:
             f"{tmp_path / 'b.jsonl'}:3",
         ]
         assert read_completions(str(tmp_path / "b.jsonl")) == rows[1:]
+
+    @pytest.mark.parametrize("suffix", [".json", ".json.gz"])
+    @pytest.mark.parametrize("indent", [None, 2])
+    def test_a_list_of_rows_is_read_where_it_is_named(self, tmp_path, suffix, indent):
+        rows = [chat("é", "a"), chat("b", "c")]
+        pack = gzip.compress if suffix.endswith("gz") else bytes
+        for name, value in (("list", rows), ("object", rows[0])):
+            text = "\ufeff\n" + json.dumps(value, indent=indent, ensure_ascii=False)
+            (tmp_path / f"{name}{suffix}").write_bytes(pack(text.encode()))
+        path = tmp_path / f"list{suffix}"
+        assert read_completions(path) == [row | {"_source": f"{path}:{i}"} for i, row in enumerate(rows, start=1)]
+        (row,) = read_completions(tmp_path / f"object{suffix}")
+        assert row["messages"] == rows[0]["messages"]
+        assert len(read_completions(f"{tmp_path}/*{suffix}")) == 3
+        with pytest.raises(FileNotFoundError, match=r"all of a folder by FOLDER/\*\.json"):
+            read_completions(tmp_path)
+        # Such as the settings beside a file of answers.
+        (tmp_path / "lines.jsonl").write_text(json.dumps(rows[1]))
+        assert len(read_completions(tmp_path)) == len(read_completions(f"{tmp_path}/*")) == 1
+
+    def test_lines_are_read_from_a_json_file(self, tmp_path, caplog):
+        path, row = tmp_path / "a.json", json.dumps(chat("a", "b"))
+        path.write_text(f"{row}\n\n{{\n{row}")
+        with pytest.raises(ValueError, match=r"a\.json:3: the line is not JSON"):
+            read_completions(path)
+        for text, places in ((f"{row}\n\n{{\n{row}", [":1", ":4"]), (f"\n{{\n{row}\n{row}", [":3", ":4"])):
+            path.write_text(text)
+            assert [row["_source"][-2:] for row in read_completions(path, on_error="skip")] == places
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ('[{"prompt": "a"},\n{"prompt": }]', r"1: the file is no JSON list \(.*line 2 column 12"),
+            ('[{"prompt": "a"}, null]', "2: expected a JSON object, got NoneType .*: 'null'"),
+            ('[{"prompt": "a"}, ["b"]]', "2: expected a JSON object, got list"),
+            ('"prompt"', "1: expected a JSON object, got str"),
+            ("[" * 100_000, "1: the file is no JSON list"),
+            ('[{"prompt": "\xff"}]', "1: the file is no JSON list .*utf-8"),
+            ("[]", "holds no row"),
+            ("", "holds no row"),
+        ],
+    )
+    def test_what_is_no_list_of_rows_is_named(self, tmp_path, text, message):
+        (tmp_path / "a.json").write_bytes(text.encode("latin-1"))
+        with pytest.raises(ValueError, match=rf"a\.json.*{message}"):
+            read_completions(tmp_path / "a.json")
+
+    def test_a_list_beyond_all_size_is_refused(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("dflash_hf.data.json_rows.LARGEST_LIST", 2**20)
+        (tmp_path / "a.json").write_text("[\n" + json.dumps(chat("a", "b" * 2**20)) + "]")
+        with pytest.raises(ValueError, match=r"a\.json:1: the file is no JSON lines, and more than 1 MiB"):
+            read_completions(tmp_path / "a.json")
+
+    def test_a_pipe_is_refused(self, tmp_path):
+        """Whatever its name; `<(command)` of a shell is one."""
+        os.mkfifo(tmp_path / "a.jsonl")
+        ends = os.pipe()
+        for path in (f"/dev/fd/{ends[0]}", "/dev/null", tmp_path / "a.jsonl"):
+            with pytest.raises(ValueError, match=r"is a pipe or a device.*: write its rows into a file"):
+                read_completions(path)
+        for end in ends:
+            os.close(end)
 
     def test_source_survives_arrow_and_names_the_line_of_a_later_error(self, tmp_path, tokenizer):
         path = tmp_path / "chats.jsonl"

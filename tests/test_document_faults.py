@@ -13,7 +13,7 @@ import pytest
 from datasets import Dataset, Features, LargeList, List, Value
 from tiny import byte_tokenizer
 
-from dflash_hf.data import rendering, sources
+from dflash_hf.data import json_rows, rendering
 from dflash_hf.data.collator import DataCollatorForDFlash
 from dflash_hf.data.document_checks import check_documents, check_token_ids
 from dflash_hf.data.loading import load_documents
@@ -151,7 +151,7 @@ def test_a_text_beyond_all_size_is_counted_and_not_encoded(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_a_file_without_line_ends_is_not_held_in_memory(tmp_path, monkeypatch, suffix):
-    monkeypatch.setattr(sources, "LARGEST_LINE", 2**16)
+    monkeypatch.setattr(json_rows, "LARGEST_LINE", 2**16)
     good = json.dumps({"prompt": "a", "completion": "b"})
     content = f"{good}\n[{','.join([good] * 100_000)}]\n{good}".encode()
     content = gzip.compress(content) if suffix else content

@@ -399,6 +399,8 @@ def test_a_files_name_is_the_source_of_its_prompts(tmp_path):
     path = tmp_path / "mine.jsonl"
     path.write_text('{"prompt": "a"}\n\n{"prompt": "b", "source": "c"}\n')
     assert [prompt.source for prompt in read_prompts(path)] == ["mine", "c"]
+    (tmp_path / "mine.json").write_text('[{"prompt": "a"},\n{"prompt": "b", "source": "c"}]')
+    assert [prompt.source for prompt in read_prompts(tmp_path / "mine.json")] == ["mine", "c"]
 
 
 HUB_SETS = {

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers by the target: what is written, that it is what the target writes alone, resuming, and bad input."""
 
+import datetime
+import gzip
 import http.client
 import importlib.util
 import json
@@ -10,6 +12,8 @@ import zipfile
 from collections import Counter
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -59,7 +63,7 @@ def prompts(tmp_path) -> Path:
     return path
 
 
-def run(target: Path, prompts: Path, output: str = "completions.jsonl", **overrides) -> list[dict]:
+def run(target: Path, prompts: Path, output: str | Path = "completions.jsonl", **overrides) -> list[dict]:
     path = prompts.parent / output
     defaults = {"device": "cpu", "max_new_tokens": 12, "batch_size": 2}
     recipe.main(recipe.CompletionArguments(str(target), str(prompts), str(path), **{**defaults, **overrides}))
@@ -156,13 +160,18 @@ def test_a_hybrid_target_answers_padded_prompts_as_it_does_alone(prompts, tmp_pa
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"prompt": "a"', "line 2 is not JSON"),
-        ('["a"]', "line 2 is a list"),
-        ('{"text": "a"}', 'line 2 should have either "prompt" or "messages"'),
-        ('{"prompt": " "}', 'line 2: "prompt" should be a text'),
-        ('{"messages": ["a"]}', 'line 2: "messages" should be a list of objects'),
-        ('{"messages": []}', "line 2: the last message"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}', "line 2: the last message"),
+        ('{"prompt": "a"', ":2: the line is not JSON"),
+        ('["a"]', ":2: expected a JSON object, got list"),
+        ('{"text": "a"}', ':2: expected either "prompt" or "messages"; the fields are .\'text\''),
+        ('{"prompt": " "}', ':2: "prompt" should be a text'),
+        ('{"messages": ["a"]}', ':2: "messages" should be a list of objects'),
+        ('{"messages": [{"role": null}]}', ':2: "messages" should be a list of objects'),
+        ('{"messages": []}', ":2: the last message"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', ":2: the last message"),
+        ('{"prompt": "a", "tools": "x"}', ":2: `tools` is a string but not JSON"),
+        ('{"prompt": "a", "tools": "%s"}' % ("[" * 100_000), ":2: lists or objects in the row are nested"),
+        ('{"prompt": "a", "chat_template_kwargs": [1]}', ":2: `chat_template_kwargs` must be an object"),
+        ('{"prompt": "a", "chat_template_kwargs": {"tokenize": true}}', ":2: .* only variables of the template"),
     ],
 )
 def test_a_broken_prompt_names_its_file_and_line(tmp_path, line, message):
@@ -173,8 +182,93 @@ def test_a_broken_prompt_names_its_file_and_line(tmp_path, line, message):
     assert str(path) in str(caught.value)
 
 
+def as_file(path: Path, rows: list[dict]) -> Path:
+    """Write rows as what the name of the file says."""
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+        return path
+    lines = json.dumps(rows, indent=1) if ".json" in path.suffixes else "".join(json.dumps(row) + "\n" for row in rows)
+    pack = {".gz": gzip.compress, ".zst": lambda data: pa.Codec("zstd").compress(data, asbytes=True)}
+    path.write_bytes(pack.get(path.suffix, bytes)(lines.encode()))
+    return path
+
+
+TOOL = {"type": "function", "function": {"name": "look", "description": None}}
+MIXED = [
+    {"prompt": "why?", "messages": None, "id": 1, "tools": None, "finish_reason": "length"},
+    {
+        "prompt": None,
+        "messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": None, "name": None},
+                     {"role": "user", "content": "w", "name": "x"}],
+        "id": 2, "tools": [TOOL], "finish_reason": None,
+    },
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.json", "a.json.gz", "a.parquet"])
+def test_prompts_are_read_from_all_that_training_data_is_read_from(tmp_path, name):
+    (tmp_path / "in").mkdir()
+    path = as_file(tmp_path / "in" / name, MIXED)
+    expected = [
+        {"messages": [{"role": "user", "content": "why?"}], "id": 1},
+        {
+            "messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": ""},
+                         {"role": "user", "content": "w", "name": "x"}],
+            "id": 2, "tools": [{"type": "function", "function": {"name": "look"}}],
+        },
+    ]  # fmt: skip
+    assert recipe.read_prompts(path) == recipe.read_prompts(f"file://{path}") == expected
+    pattern = f"{path.parent}/*.json" if name.endswith(".json") else path.parent
+    if name != "a.json.gz":
+        assert recipe.read_prompts(pattern) == expected
+
+
+def test_columns_of_json_text_are_what_the_text_holds(tmp_path):
+    """As Arrow keeps unlike tools, arguments and messages; the row as lines of JSON is the same prompt."""
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    row = {"messages": MIXED[1]["messages"], "tools": tools, "chat_template_kwargs": {"enable_thinking": False}}
+    path = as_file(tmp_path / "a.parquet", [{name: json.dumps(value) for name, value in row.items()}])
+    (prompt,) = recipe.read_prompts(path)
+    assert [prompt] == recipe.read_prompts(as_file(tmp_path / "a.jsonl", [row]))
+    # An output of an earlier version holds None.
+    row["tools"] = [TOOL]
+    assert recipe.prompt_key(prompt, prompt["messages"]) == recipe.prompt_key(row, row["messages"])
+
+
+def test_parquet_is_answered_and_taken_up_by_prompt(target, tmp_path, monkeypatch):
+    """Fields of types that JSON lacks are kept as text."""
+    day = datetime.date(2026, 7, 1)
+    rows = [{"prompt": text, "day": day} for text in ("why?", "who?", "what is it")]
+    (tmp_path / "in").mkdir()
+    as_file(tmp_path / "in" / "a.parquet", rows[:2])
+    output = tmp_path / "out.jsonl"
+    first = run(target, tmp_path / "in", output)
+    assert [(row["messages"][0]["content"], row["day"]) for row in first] == [("why?", str(day)), ("who?", str(day))]
+    as_file(tmp_path / "in" / "b.parquet", rows[2:])
+    asked = []
+    generate = recipe.generate
+    monkeypatch.setattr(
+        recipe, "generate", lambda model, batch, seed: asked.extend(batch) or generate(model, batch, seed)
+    )
+    assert run(target, tmp_path / "in", output)[:2] == first
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("prompts", ["in", "in/", "in/*.jsonl", "*/answers*"])
+def test_an_output_that_would_be_read_as_prompts_is_refused(tmp_path, monkeypatch, prompts):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"output in/answers\.jsonl would be read as prompts"):
+        recipe.CompletionArguments("t", prompts, "in/answers.jsonl")
+    recipe.CompletionArguments("t", prompts, "out/others.jsonl")
+
+
+def test_an_output_elsewhere_is_refused():
+    with pytest.raises(ValueError, match="s3://bucket/out, but is appended to"):
+        recipe.CompletionArguments("t", "s3://bucket/in.jsonl", "s3://bucket/out")
+
+
 def test_bad_files_and_targets_are_refused_before_anything_is_written(target, prompts, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no\.jsonl is not a file"):
+    with pytest.raises(FileNotFoundError, match=r"No such file or folder: .*no\.jsonl"):
         run(target, tmp_path / "no.jsonl")
     with pytest.raises(FileNotFoundError, match="nowhere' cannot be loaded"):
         run(tmp_path / "nowhere", prompts)
@@ -186,7 +280,7 @@ def test_bad_files_and_targets_are_refused_before_anything_is_written(target, pr
         run(tmp_path / "plain", prompts)
     assert not (prompts.parent / "completions.jsonl").exists()
     prompts.write_text("\n")
-    with pytest.raises(ValueError, match="holds no prompts"):
+    with pytest.raises(ValueError, match="holds no row"):
         run(target, prompts)
 
 

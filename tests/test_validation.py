@@ -3,14 +3,18 @@
 
 import importlib
 import json
+import re
 import shlex
+import shutil
 from configparser import ConfigParser
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
+from hub_server import HubServer, Repository
 from huggingface_hub.errors import LocalEntryNotFoundError, NotASafetensorsRepoError
 from safetensors.torch import save_file
 from tiny import MASK_TOKEN_ID, dense_target
@@ -748,7 +752,9 @@ def test_of_a_repository_only_headers_are_fetched(hub):
 
 def test_a_cached_repository_is_read_from_its_files(hub):
     write(hub.folder, tensors=zlab_tensors())
-    assert validate_checkpoint("owner/drafter").ok and len(hub.calls) == 1
+    report = validate_checkpoint("owner/drafter")
+    assert report.ok and len(hub.calls) == 1
+    assert report.to_dict()["summary"]["values_read"] and "values were not read" not in str(report)
 
 
 def test_a_repository_that_cannot_be_reached_is_a_clear_error(hub, monkeypatch):
@@ -769,3 +775,72 @@ def test_a_repository_without_safetensors_is_a_clear_error(hub, monkeypatch):
     report = validate_checkpoint("owner/drafter")
     assert "not a safetensors repo" in report.findings("weights_file")[0].found
     assert report.status("block_size", "vLLM") == "ok"
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+    """A Hub with a drafter as `me/drafter`, with its files as `server.files`."""
+    with HubServer() as server:
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+        # Made when the package was imported, with the endpoint of that time.
+        monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", server.url)
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+        folder = write(tmp_path / "drafter", CONFIG, tensors=zlab_tensors())
+        server.files = {path.name: path.read_bytes() for path in folder.iterdir()}
+        put(server, server.files)
+        yield server
+
+
+def put(server, files, private=False):
+    server.repositories["me/drafter"] = Repository(private)
+    server.repositories["me/drafter"].commit("main", "first", files)
+
+
+def test_names_shapes_and_dtypes_of_a_repository_are_checked_by_its_headers(server, tmp_path, capsys):
+    assert main(["validate", "me/drafter"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "the values were not read" in printed and "`hf download me/drafter`, then this again" in printed
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    report = validate_checkpoint("me/drafter", revision="main")
+    assert report.status("tensor_values", "vLLM") == "unchecked" and not report.to_dict()["summary"]["values_read"]
+    assert "`hf download me/drafter --revision main`" in " ".join(str(report).split())
+    huggingface_hub.snapshot_download("me/drafter", revision="main")
+    assert validate_checkpoint("me/drafter", revision="main").status("tensor_values", "vLLM") == "ok"
+    shutil.rmtree(tmp_path / "cache")
+    tensors = zlab_tensors()
+    del tensors["norm.weight"]
+    tensors["fc.weight"] = tensors["fc.weight"][:, :-1].contiguous()
+    tensors["hidden_norm.weight"] = tensors["hidden_norm.weight"].to(torch.int8)
+    broken = write(tmp_path / "broken", tensors=tensors) / "model.safetensors"
+    put(server, server.files | {"model.safetensors": broken.read_bytes()})
+    report = validate_checkpoint("me/drafter")
+    for rule in ("tensors_missing", "tensor_shapes", "tensor_dtypes"):
+        assert report.status(rule, "vLLM") == "error", rule
+
+
+def test_what_a_hub_refuses_is_told_apart(server, monkeypatch):
+    def found(rule, name="me/drafter"):
+        (finding,) = validate_checkpoint(name).findings(rule)
+        return f"{finding.found} DO {finding.remedy}"
+
+    assert re.search("me/none, .*Repository Not Found .*DO .*HF_TOKEN", found("folder", "me/none"))
+    for status, text in ((403, "403 Forbidden.*token"), (503, "503 Service"), ("cut", "disconnected")):
+        server.fail = {(method, "model.safetensors"): status for method in ("GET", "HEAD")}
+        assert re.search(f"cannot be fetched: .*{text}.* DO Check the network", found("weights_file"))
+    server.fail = {}
+    put(server, server.files | {"model.safetensors": b"\xff" * 64})
+    assert re.search("Failed to parse safetensors header .*DO Copy the files again", found("weights_file"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert re.search("cannot be fetched: .*offline mode is enabled.* DO Check the net", found("weights_file"))
+    assert re.search("HF_HUB_OFFLINE=0.* DO Check the spelling", found("folder", "me/none"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    put(server, {name: data for name, data in server.files.items() if name == "config.json"})
+    assert re.search("not a safetensors repo.* DO Push .*token", found("weights_file"))
+    put(server, server.files, private=True)
+    shutil.rmtree(huggingface_hub.constants.HF_HUB_CACHE)
+    assert re.search("Repository Not Found .* private repository is not found", found("folder"))

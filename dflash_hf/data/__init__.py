@@ -4,7 +4,7 @@
 In reading order:
 
 - where rows come from: `addresses` (which hold no credentials), `sources` (files, wherever fsspec finds them),
-  `chat_messages`, `chat_rows` (rows of many makes become chats);
+  `json_rows` (one a line, or a list of them), `chat_messages`, `chat_rows` (rows of many makes become chats);
 - from a chat to documents, token ids with supervised spans: `answers`, `documents`, `rendering` (by the target's own
   chat template), `conversations` (in memory);
 - to a folder of documents, resumable: `shards`, `tokenizing` (one file), `tokenize_workers` (by several

@@ -38,7 +38,7 @@ def read_completions(
     storage_options: dict[str, Any] | None = None,
 ) -> list[dict]:
     """Reads the rows of a `.jsonl`, `.jsonl.gz`, `.jsonl.zst` or `.parquet` file, or of all such files directly in a
-    folder, in sorted order.
+    folder, in sorted order; or of a `.json` file, compressed or not, of one list of rows.
 
     Args:
         path: File or folder, or an fsspec address of one. Blank lines are passed over.
@@ -46,7 +46,8 @@ def read_completions(
         storage_options: Arguments of the address's file system.
 
     Returns:
-        One dict per line, with "file:line" under the key `_source` so that later errors can name the place.
+        One dict per row, with "file:line" (of Parquet or a list, "file:row") under the key `_source` so that later
+        errors can name the place.
 
     Raises:
         FileNotFoundError: No such path, or a folder without such files.

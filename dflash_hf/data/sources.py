@@ -8,7 +8,6 @@ system as they are (for S3 `{"endpoint_url": ...}`, `{"anon": true}`).
 import codecs
 import gzip
 import io
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -22,9 +21,13 @@ from fsspec.implementations.local import LocalFileSystem
 
 from .addresses import describe, refuse_credentials
 from .chat_messages import RowError
+from .json_rows import json_items, json_lines, parse_line
 
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+# Folders hold `.json` files of other kinds too, such as settings, so that these are read where they are named.
+JSON_SUFFIXES = (".json", ".json.gz", ".json.zst")
+NAMED_SUFFIXES = (*SUFFIXES, *JSON_SUFFIXES)
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 # A file is what it begins with, whatever its name: stores unpack, and people rename. No line of JSON begins so.
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "Parquet"}
@@ -33,8 +36,6 @@ KINDS = {"gz": "gzip", "zst": "zstd", "parquet": "Parquet"}
 PARQUET_BATCH = 128
 # A file of up to so many bytes is fetched by one request.
 WHOLE_BYTES = 16 * 2**20
-# Bytes of a line; a longer one, such as a whole file without line ends, is not held in memory.
-LARGEST_LINE = 2**28
 
 
 class SourceError(OSError):
@@ -100,13 +101,14 @@ def list_files(
     """Lists the files of rows at an address, in sorted order.
 
     Args:
-        address: A file, a folder, or a pattern with `*`.
+        address: A file, a folder, or a pattern with `*`. A `.json` file is found by its name, or by a pattern that
+            ends so, and not in a folder.
         storage_options: Arguments of the file system.
         recursive: Whether to look into folders of the folder.
 
     Raises:
         FileNotFoundError: Nothing is there, or no file whose name ends in one of `SUFFIXES`.
-        ValueError: A single file of another kind, or an unknown file system.
+        ValueError: A single file of another kind, a pipe, or an unknown file system.
         OSError: The store cannot be listed.
     """
     address = os.fspath(address)
@@ -117,20 +119,32 @@ def list_files(
         else:
             found = fs.find(path, detail=True, maxdepth=None if recursive else 1)
         if not found and not fs.exists(path):
-            raise FileNotFoundError(f"give a {' or '.join(SUFFIXES)} file, or a folder of them")
+            raise FileNotFoundError(f"give a {' or '.join(NAMED_SUFFIXES)} file, or a folder of them")
     root = path.partition("*")[0].rpartition("/")[0] if "*" in path else path
-    if list(found) == [path] and not path.endswith(SUFFIXES):
-        raise ValueError(f"{address} ends in neither of {SUFFIXES}, so its format is unknown.")
-    files = [
-        _source_file(fs, address, root, name, found[name]) for name in sorted(found) if name == path or _is_rows(name)
-    ]
-    if not files:
-        raise FileNotFoundError(f"The folder {address} holds no file that ends in one of {SUFFIXES}.")
-    return files
+    if list(found) == [path]:
+        _check_kind(address, path, found[path])
+    suffixes = NAMED_SUFFIXES if path.endswith(NAMED_SUFFIXES) else SUFFIXES
+    names = [name for name in sorted(found) if name == path or _is_rows(name, suffixes)]
+    if not names:
+        raise FileNotFoundError(
+            f"The folder {address} holds no file that ends in one of {SUFFIXES}. A .json file is read where it is "
+            "named, or all of a folder by FOLDER/*.json."
+        )
+    return [_source_file(fs, address, root, name, found[name]) for name in names]
 
 
-def _is_rows(path: str) -> bool:
-    return path.endswith(SUFFIXES) and not path.rpartition("/")[2].startswith(".")
+def _check_kind(address: str, path: str, info: dict) -> None:
+    if info.get("type") == "other":
+        raise ValueError(
+            f"{address} is a pipe or a device, which cannot be read twice: write its rows into a file, such as "
+            "rows.jsonl, and give that."
+        )
+    if not path.endswith(NAMED_SUFFIXES):
+        raise ValueError(f"{address} ends in neither of {NAMED_SUFFIXES}, so its format is unknown.")
+
+
+def _is_rows(path: str, suffixes: tuple[str, ...]) -> bool:
+    return path.endswith(suffixes) and not path.rpartition("/")[2].startswith(".")
 
 
 def _source_file(fs: fsspec.AbstractFileSystem, address: str, root: str, path: str, info: dict) -> SourceFile:
@@ -144,7 +158,9 @@ def _source_file(fs: fsspec.AbstractFileSystem, address: str, root: str, path: s
 
 
 def read_rows(fs: fsspec.AbstractFileSystem, file: SourceFile) -> Iterator[tuple[str, dict | RowError, int]]:
-    """Rows in order, each with its place ("file:line") and the bytes read so far; what is broken is a `RowError`.
+    """Rows in order, each with its place and the bytes read so far; what is broken is a `RowError`.
+
+    The place is "file:line", of Parquet and of a list "file:row".
 
     Raises:
         SourceError: The file cannot be read, or not to its end; names file and line.
@@ -157,7 +173,8 @@ def read_rows(fs: fsspec.AbstractFileSystem, file: SourceFile) -> Iterator[tuple
             if kind == "Parquet":
                 items: Iterator[Any] = _parquet_rows(raw)
             else:
-                items = _lines(stack.enter_context(_decompressed(raw, kind)))
+                read = json_items if file.path.endswith(JSON_SUFFIXES) else json_lines
+                items = read(stack.enter_context(_decompressed(raw, kind)))
         # Each store, format and compression has its own errors.
         except Exception as error:
             raise _source_error(file, number, error) from error
@@ -174,7 +191,7 @@ def read_rows(fs: fsspec.AbstractFileSystem, file: SourceFile) -> Iterator[tuple
                     item = item.removeprefix(codecs.BOM_UTF8)
                 if not item.strip():
                     continue
-                item = _parse_line(item)
+                item = parse_line(item)
             # Parquet is read from several places at once, so that the position in the file says nothing.
             yield f"{file.place}:{number}", item, 0 if kind == "Parquet" else raw.tell()
 
@@ -208,36 +225,6 @@ def _decompressed(raw: BinaryIO, kind: str) -> Any:
     return io.BufferedReader(raw, 2**20)
 
 
-def _lines(stream: Any) -> Iterator[bytes | RowError]:
-    while line := stream.readline(LARGEST_LINE):
-        if len(line) < LARGEST_LINE or line.endswith(b"\n"):
-            yield line
-            continue
-        while (rest := stream.readline(LARGEST_LINE)) and not rest.endswith(b"\n"):
-            pass
-        yield RowError(
-            "line too long",
-            f"the line has more than {LARGEST_LINE >> 20} MiB: expected one JSON object per line, not one list of "
-            f"all: {line[:80]!r}.",
-        )
-
-
 def _parquet_rows(raw: BinaryIO) -> Iterator[dict]:
     for batch in pq.ParquetFile(raw).iter_batches(batch_size=PARQUET_BATCH):
         yield from batch.to_pylist()
-
-
-def _parse_line(line: bytes) -> dict | RowError:
-    try:
-        row = json.loads(line)
-    except UnicodeDecodeError as error:
-        return RowError("not UTF-8", f"the line is not JSON in UTF-8 ({error}): {line[:80]!r}.")
-    except ValueError as error:
-        return RowError("not JSON", f"the line is not JSON ({error}): {line[:80]!r}.")
-    except RecursionError:
-        return RowError("nested too deeply", f"the line is nested too deeply to be read: {line[:80]!r}.")
-    if not isinstance(row, dict):
-        return RowError(
-            "not JSON", f"expected a JSON object, got {type(row).__name__} (one object per line): {line[:80]!r}."
-        )
-    return row

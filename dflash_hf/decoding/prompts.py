@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from ..data.chat_messages import RowError, clean_messages, clean_tools, nesting_limited
 from ..data.chat_rows import template_kwargs
 from ..data.conversations import SOURCE_KEY, read_completions
-from ..data.sources import SUFFIXES
+from ..data.sources import NAMED_SUFFIXES
 
 
 _REASONING = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -49,7 +49,7 @@ def read_prompts(path: str | os.PathLike) -> list[EvaluationPrompt]:
     source of those that name none.
 
     Args:
-        path: As in [`read_completions`]: a file of JSON lines, compressed or not, or of Parquet, or a folder of them.
+        path: As in [`read_completions`]: a file of JSON (compressed or not) or of Parquet, or a folder of them.
 
     Raises:
         FileNotFoundError: No such file.
@@ -98,8 +98,8 @@ def _stem(place: str) -> str:
     """The name of a row's file, without what says its kind."""
     # Of a chained address, as zip://FILE::ARCHIVE, the link that names the file.
     links = place.rpartition(":")[0].rstrip("/").split("::")
-    name = next((link for link in links if link.endswith(SUFFIXES)), links[-1]).rpartition("/")[2]
-    stem = next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), name)
+    name = next((link for link in links if link.endswith(NAMED_SUFFIXES)), links[-1]).rpartition("/")[2]
+    stem = next((name.removesuffix(suffix) for suffix in NAMED_SUFFIXES if name.endswith(suffix)), name)
     # Bytes of a name that are no UTF-8 cannot be written into tables.
     return stem.encode("utf-8", "replace").decode()
 

@@ -2,6 +2,7 @@
 """Reading what most rules of [`validation`] look at, without the weights; what cannot be read is a finding."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from huggingface_hub.errors import HFValidationError, HTTPError, NotASafetensors
 from yaml import YAMLError
 
 from ..checkpoint_format import TensorHeaders, read_tensor_headers
+from ..data.addresses import without_secrets
 from .checkpoint import ALL, Checkpoint, Finding
 
 
@@ -82,11 +84,12 @@ def read_repository(name: str, revision: str | None) -> Checkpoint:
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=_SMALL_FILES))
     except _NETWORK_ERRORS as error:
-        found = f"no folder {name}, and no such repository: {str(error).strip().splitlines()[0]}"
+        found = f"no folder {name}, and no such repository: {without_secrets(str(error))}"
         expected = "a folder, or a repository that can be reached"
-        why, remedy = (
-            "There is nothing to look at.",
-            "Check the spelling, the revision, the network and the access token.",
+        why = "There is nothing to look at."
+        remedy = (
+            "Check the spelling, the revision, the network and the access token (HF_TOKEN, or `hf auth login`), "
+            "without which a private repository is not found."
         )
         missing = {"folder": Finding(found, expected, why, remedy, errors=ALL)}
         return Checkpoint(name, revision, unreadable=missing)
@@ -102,8 +105,20 @@ def read_repository(name: str, revision: str | None) -> Checkpoint:
 def _fetch_headers(name: str, revision: str | None, unreadable: dict[str, Finding]) -> TensorHeaders | None:
     try:
         metadata = get_safetensors_metadata(name, revision=revision)
-    except (NotASafetensorsRepoError, SafetensorsParsingError, *_NETWORK_ERRORS) as error:
-        unreadable["weights_file"] = _broken_weights(f"{name}: {str(error).strip().splitlines()[0]}")
+    except NotASafetensorsRepoError as error:
+        # Of a repository that was read before and that the token no longer opens, only this is said.
+        remedy = "Push the drafter saved as safetensors. If it is there, check the access token."
+        found = f"{name}: {without_secrets(str(error))}"
+        unreadable["weights_file"] = replace(_broken_weights(found), remedy=remedy)
+        return None
+    except SafetensorsParsingError as error:
+        unreadable["weights_file"] = _broken_weights(f"{name}: {without_secrets(str(error))}")
+        return None
+    except _NETWORK_ERRORS as error:
+        found = f"{name}: the tensors' headers cannot be fetched: {without_secrets(str(error))}"
+        why = "The tensors' names and shapes are looked up in the first bytes of the safetensors files."
+        remedy = "Check the network and the access token (HF_TOKEN, or `hf auth login`), or validate a local folder."
+        unreadable["weights_file"] = Finding(found, "headers that can be fetched", why, remedy, errors=ALL)
         return None
     return {
         tensor: (info.dtype, tuple(info.shape))

@@ -211,6 +211,7 @@ def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
         "tensors": None if headers is None else len(headers),
         "parameters": None if headers is None else sum(prod(shape) for _, shape in headers.values()),
         "dtypes": None if headers is None else sorted({dtype for dtype, _ in headers.values()}),
+        "values_read": headers is not None and checkpoint.folder is not None,
         "block_size": checkpoint.block_size,
         "target_layer_ids": checkpoint.taps,
         "num_target_layers": checkpoint.value("num_target_layers"),
@@ -243,6 +244,8 @@ def _report_lines(report: ValidationReport) -> Iterator[str]:
         yield f"{result.rule.id:<18}  {result.rule.title:<34}  {' '.join(cells)}".rstrip()
     yield ""
     yield from _wrap(f"Checked against {', '.join(READERS.values())}. -: not concerned. ?: could not be told.", "")
+    if report.checkpoint.headers is not None and report.checkpoint.folder is None:
+        yield from _wrap(_values_not_read(report.checkpoint), "")
     for result in report.results:
         for finding in result.findings or []:
             yield from _finding_lines(result.rule, finding)
@@ -252,6 +255,14 @@ def _report_lines(report: ValidationReport) -> Iterator[str]:
         yield ""
         yield f"{READERS[reader]}{'' if report.ok_for(reader) else ' (has errors, see above)'}:"
         yield from textwrap.indent(command, "    ").splitlines()
+
+
+def _values_not_read(checkpoint: Checkpoint) -> str:
+    revision = f" --revision {shlex.quote(checkpoint.revision)}" if checkpoint.revision else ""
+    return (
+        "Only the headers of the tensors were fetched: the values were not read, and may hold NaN. They are looked "
+        f"through once they are here: `hf download {shlex.quote(checkpoint.name)}{revision}`, then this again."
+    )
 
 
 def _headline(checkpoint: Checkpoint) -> str:
