@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dflash_hf.data.conversations import (
     DOCUMENT_FEATURES,
+    SOURCE_KEY,
     read_completions,
     tokenize_completions,
     tokenize_conversation,
@@ -352,7 +353,7 @@ class TestBadRows:
                 function(data, byte_tokenizer(chat_template=None))
 
     def test_skip_warns_of_each_row_and_counts_them(self, tokenizer, caplog):
-        rows = [chat("a"), chat("a", "b"), {"_source": "x.jsonl:7"}]
+        rows = [chat("a"), chat("a", "b"), {SOURCE_KEY: "x.jsonl:7"}]
         documents = tokenize_completions(rows, tokenizer, on_error="skip", disable_tqdm=True)
         assert documents["row"][:] == [1]
         assert [record.message[:30] for record in caplog.records[:2]] == [
@@ -401,7 +402,7 @@ class TestRead:
         (tmp_path / ".b.jsonl").write_text("not read")
         rows = read_completions(tmp_path)
         assert [row["messages"] for row in rows] == [json.loads(line)["messages"] for line in lines]
-        assert [row["_source"] for row in rows] == [
+        assert [row[SOURCE_KEY] for row in rows] == [
             f"{tmp_path / 'a.jsonl.gz'}:1",
             f"{tmp_path / 'b.jsonl'}:1",
             f"{tmp_path / 'b.jsonl'}:3",
@@ -417,7 +418,7 @@ class TestRead:
             text = "\ufeff\n" + json.dumps(value, indent=indent, ensure_ascii=False)
             (tmp_path / f"{name}{suffix}").write_bytes(pack(text.encode()))
         path = tmp_path / f"list{suffix}"
-        assert read_completions(path) == [row | {"_source": f"{path}:{i}"} for i, row in enumerate(rows, start=1)]
+        assert read_completions(path) == [row | {SOURCE_KEY: f"{path}:{i}"} for i, row in enumerate(rows, start=1)]
         (row,) = read_completions(tmp_path / f"object{suffix}")
         assert row["messages"] == rows[0]["messages"]
         assert len(read_completions(f"{tmp_path}/*{suffix}")) == 3
@@ -434,7 +435,7 @@ class TestRead:
             read_completions(path)
         for text, places in ((f"{row}\n\n{{\n{row}", [":1", ":4"]), (f"\n{{\n{row}\n{row}", [":3", ":4"])):
             path.write_text(text)
-            assert [row["_source"][-2:] for row in read_completions(path, on_error="skip")] == places
+            assert [row[SOURCE_KEY][-2:] for row in read_completions(path, on_error="skip")] == places
 
     @pytest.mark.parametrize(
         ("text", "message"),
@@ -495,7 +496,7 @@ class TestRead:
         path.write_bytes(b"\n".join([good, line, good]))
         with pytest.raises(ValueError, match=rf"chats\.jsonl:2: {message}"):
             read_completions(path)
-        assert [row["_source"][-2:] for row in read_completions(path, on_error="skip")] == [":1", ":3"]
+        assert [row[SOURCE_KEY][-2:] for row in read_completions(path, on_error="skip")] == [":1", ":3"]
         each, total = caplog.records
         assert "chats.jsonl:2: " in each.message
         assert "skipped 1 broken lines and kept 2 rows" in total.message

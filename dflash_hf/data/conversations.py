@@ -24,7 +24,8 @@ from .sources import SourceError, list_files, open_filesystem, read_rows
 
 logger = logging.getLogger(__name__)
 
-SOURCE_KEY = "_source"
+# Rows keep it in Arrow too, among fields of their own.
+SOURCE_KEY = "_dflash_source"
 DOCUMENT_FEATURES = Features(
     {"input_ids": List(Value("int32")), "supervised_spans": List(List(Value("int32"))), "row": Value("int64")}
 )
@@ -46,8 +47,8 @@ def read_completions(
         storage_options: Arguments of the address's file system.
 
     Returns:
-        One dict per row, with "file:line" (of Parquet or a list, "file:row") under the key `_source` so that later
-        errors can name the place.
+        One dict per row, with "file:line" (of Parquet or a list, "file:row") under the key `_dflash_source`, so that
+        later errors can name the place.
 
     Raises:
         FileNotFoundError: No such path, or a folder without such files.

@@ -53,7 +53,7 @@ def json_items(stream: Any) -> Iterator[bytes | dict | RowError]:
         rows = json.loads(text)
     except (ValueError, RecursionError) as error:
         if text.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-            yield RowError("not JSON", f"the file is no JSON list ({error}): {text[:80]!r}.")
+            yield _unreadable("the file is no JSON list", text, error)
         else:
             yield from json_lines(BytesIO(text))
         return
@@ -65,17 +65,38 @@ def parse_line(line: bytes) -> dict | RowError:
     """The object of a line, or what is wrong with it."""
     try:
         row = json.loads(line)
-    except UnicodeDecodeError as error:
-        return RowError("not UTF-8", f"the line is not JSON in UTF-8 ({error}): {line[:80]!r}.")
-    except ValueError as error:
-        return RowError("not JSON", f"the line is not JSON ({error}): {line[:80]!r}.")
-    except RecursionError:
-        return RowError("nested too deeply", f"the line is nested too deeply to be read: {line[:80]!r}.")
+    except (ValueError, RecursionError) as error:
+        # Of an object over several lines, a line is only the beginning.
+        is_part = isinstance(error, json.JSONDecodeError) and error.pos >= len(error.doc.rstrip())
+        return _unreadable("the line is not JSON", line, error, is_part)
+    if isinstance(row, list):
+        return _no_object(row, line[:80], f"one object per line, which {_jq(line)} writes of a list")
     return row if isinstance(row, dict) else _no_object(row, line[:80])
 
 
-def _no_object(row: Any, text: Any) -> RowError:
-    return RowError("not JSON", f"expected a JSON object, got {type(row).__name__} (one object per row): {text!r}.")
+def _unreadable(what: str, text: bytes, error: Exception, is_part: bool = False) -> RowError:
+    reason, hint = "not JSON", ""
+    if isinstance(error, UnicodeDecodeError):
+        reason, what = "not UTF-8", f"{what} in UTF-8"
+        if b"\0" in text[:80]:
+            hint = ". It looks like UTF-16, of which `iconv -f UTF-16 -t UTF-8 FILE` makes UTF-8"
+    elif isinstance(error, RecursionError):
+        reason, what = "nested too deeply", f"{what}, nested too deeply to be read"
+    elif isinstance(error, json.JSONDecodeError):
+        if is_part or error.msg == "Extra data":
+            hint = f". Expected one whole object per line, which {_jq(text)} writes"
+    else:
+        reason = "number too long"
+    return RowError(reason, f"{what} ({error}){hint}: {text[:80]!r}.")
+
+
+def _jq(text: bytes) -> str:
+    is_list = text.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    return f"`jq -c {chr(39) + '.[]' + chr(39) if is_list else '.'} FILE`"
+
+
+def _no_object(row: Any, text: Any, expected: str = "one object per row") -> RowError:
+    return RowError("not JSON", f"expected a JSON object, got {type(row).__name__} ({expected}): {text!r}.")
 
 
 __all__ = ["json_items", "json_lines", "parse_line"]

@@ -115,16 +115,19 @@ def list_files(
     fs, path = open_filesystem(address, storage_options)
     with explained(address, "Listing"):
         if "*" in path:
-            found = fs.glob(path, detail=True)
+            found = {name: i for name, i in fs.glob(path, detail=True).items() if i.get("type") != "directory"}
         else:
             found = fs.find(path, detail=True, maxdepth=None if recursive else 1)
         if not found and not fs.exists(path):
             raise FileNotFoundError(f"give a {' or '.join(NAMED_SUFFIXES)} file, or a folder of them")
     root = path.partition("*")[0].rpartition("/")[0] if "*" in path else path
-    if list(found) == [path]:
-        _check_kind(address, path, found[path])
-    suffixes = NAMED_SUFFIXES if path.endswith(NAMED_SUFFIXES) else SUFFIXES
+    if list(found) == [path] and not path.endswith(NAMED_SUFFIXES):
+        _check_is_file(address, found[path])
+        raise ValueError(f"{address} ends in neither of {NAMED_SUFFIXES}, so its format is unknown.")
+    suffixes = NAMED_SUFFIXES if "*" in path and path.endswith(NAMED_SUFFIXES) else SUFFIXES
     names = [name for name in sorted(found) if name == path or _is_rows(name, suffixes)]
+    for name in names:
+        _check_is_file(name, found[name])
     if not names:
         raise FileNotFoundError(
             f"The folder {address} holds no file that ends in one of {SUFFIXES}. A .json file is read where it is "
@@ -133,14 +136,13 @@ def list_files(
     return [_source_file(fs, address, root, name, found[name]) for name in names]
 
 
-def _check_kind(address: str, path: str, info: dict) -> None:
+def _check_is_file(address: str, info: dict) -> None:
+    # To open a pipe that nobody writes to takes for ever.
     if info.get("type") == "other":
         raise ValueError(
             f"{address} is a pipe or a device, which cannot be read twice: write its rows into a file, such as "
             "rows.jsonl, and give that."
         )
-    if not path.endswith(NAMED_SUFFIXES):
-        raise ValueError(f"{address} ends in neither of {NAMED_SUFFIXES}, so its format is unknown.")
 
 
 def _is_rows(path: str, suffixes: tuple[str, ...]) -> bool:
