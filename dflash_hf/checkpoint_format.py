@@ -14,6 +14,7 @@ from .checkpoint_tensors import (
     TensorHeaders,
     dtype_problems,
     expected_tensors,
+    joined_headers,
     read_tensor_headers,
     tensor_problems,
 )
@@ -199,6 +200,7 @@ __all__ = [
     "TensorHeaders",
     "checkpoint_problems",
     "expected_tensors",
+    "joined_headers",
     "lift_nested",
     "normalize_config",
     "problem_report",

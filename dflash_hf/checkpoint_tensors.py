@@ -93,27 +93,47 @@ def read_tensor_headers(folder: str | Path) -> TensorHeaders:
         ValueError: A file is broken, a tensor lies in two files, or the index and the files disagree.
     """
     folder = Path(folder)
+    return joined_headers(folder, {path.name: _headers_of(path) for path in sorted(folder.glob("*.safetensors"))})
+
+
+def joined_headers(folder: Path, files: dict[str, TensorHeaders]) -> TensorHeaders:
+    """The headers of all safetensors files of a drafter, which may lie elsewhere than the rest of its folder.
+
+    Args:
+        folder: A local folder with `model.safetensors.index.json`, if there is one.
+        files: The headers of each file by its name.
+
+    Returns:
+        As [`read_tensor_headers`].
+
+    Raises:
+        FileNotFoundError: There is no tensor.
+        ValueError: A tensor lies in two files, or the index and the files disagree.
+    """
     headers: TensorHeaders = {}
     where: dict[str, str] = {}
     # Engines read every safetensors file of a folder, so a second copy of a tensor may win in one of them.
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (not a dictionary)
-                    if name in where:
-                        raise ValueError(
-                            f"{name} lies in {where[name]} and in {path.name}: readers differ in which one they take. "
-                            "Remove the file that is left over from an earlier save."
-                        )
-                    tensor = file.get_slice(name)
-                    headers[name] = (tensor.get_dtype(), tuple(tensor.get_shape()))
-                    where[name] = path.name
-        except SafetensorError as error:
-            raise ValueError(f"{path} is not a readable safetensors file ({error}): copy it again.") from error
+    for file, own in files.items():
+        for name, header in own.items():
+            if name in where:
+                raise ValueError(
+                    f"{name} lies in {where[name]} and in {file}: readers differ in which one they take. Remove the "
+                    "file that is left over from an earlier save."
+                )
+            headers[name], where[name] = header, file
     if not headers:
         raise FileNotFoundError(_no_weights(folder))
     _check_index(folder, where)
     return headers
+
+
+def _headers_of(path: Path) -> TensorHeaders:
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dictionary)
+            return {name: (tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in tensors.items()}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a readable safetensors file ({error}): copy it again.") from error
 
 
 def state_dict_headers(state_dict: dict[str, torch.Tensor]) -> TensorHeaders:
@@ -146,8 +166,14 @@ def _check_index(folder: Path, where: dict[str, str]) -> None:
     except ValueError as error:
         raise ValueError(f"{index} is not readable JSON ({error}): copy it again.") from error
     listed = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(listed, dict):
+    if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
         raise ValueError(f"{index} has no mapping `weight_map` of tensors to files: copy the folder again.")
+    missing = sorted({*listed.values()} - {*where.values()})
+    if missing:
+        raise ValueError(
+            f"{index.name} in {folder} names files that are not there or hold no tensor: {', '.join(missing)}. Copy "
+            "the folder again, or remove an index that is left over."
+        )
     wrong = sorted(name for name in {*listed, *where} if listed.get(name) != where.get(name))
     if wrong:
         name = wrong[0]

@@ -178,7 +178,7 @@ def test_shards_have_the_headers_of_one_file(tmp_path):
 def leave_out_a_shard(folder):
     _, shards = sharded(folder)
     shards[1].unlink()
-    return "it lies in None"
+    return "names files that are not there"
 
 
 def leave_out_the_index(folder):

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 import torch
-from hub_server import HubServer, Repository
-from huggingface_hub.errors import LocalEntryNotFoundError, NotASafetensorsRepoError
+from hub_server import Handler, HubServer, Repository
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 from tiny import MASK_TOKEN_ID, dense_target
 from transformers import AutoModelForCausalLM
@@ -730,18 +730,24 @@ def hub(tmp_path, monkeypatch):
         assert not any("safetensors" in pattern for pattern in allow_patterns)
         return str(folder)
 
-    def metadata(repo_id, revision=None):
+    def listed(repo_id, revision=None):
         calls.append((repo_id, revision))
-        return SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors=tensors)})
+        return files
 
+    def metadata(repo_id, file, revision=None):
+        calls.append((repo_id, revision))
+        return SimpleNamespace(tensors=tensors)
+
+    files = ["config.json", "model.safetensors"]
     monkeypatch.setattr(validation_reading, "snapshot_download", download)
-    monkeypatch.setattr(validation_reading, "get_safetensors_metadata", metadata)
-    return SimpleNamespace(folder=folder, tensors=tensors, calls=calls)
+    monkeypatch.setattr(validation_reading, "list_repo_files", listed)
+    monkeypatch.setattr(validation_reading, "parse_safetensors_file_metadata", metadata)
+    return SimpleNamespace(folder=folder, tensors=tensors, calls=calls, files=files)
 
 
 def test_of_a_repository_only_headers_are_fetched(hub):
     report = validate_checkpoint("owner/drafter", revision="v1")
-    assert report.ok and hub.calls == [("owner/drafter", "v1")] * 2
+    assert report.ok and hub.calls == [("owner/drafter", "v1")] * 3
     commands = report.serving_commands()
     assert '"model": "owner/drafter", "revision": "v1", "num_speculative_tokens": 3' in commands["vLLM"]
     assert "--speculative-draft-model-revision v1" in commands["SGLang"]
@@ -753,7 +759,7 @@ def test_of_a_repository_only_headers_are_fetched(hub):
 def test_a_cached_repository_is_read_from_its_files(hub):
     write(hub.folder, tensors=zlab_tensors())
     report = validate_checkpoint("owner/drafter")
-    assert report.ok and len(hub.calls) == 1
+    assert report.ok and len(hub.calls) == 2
     assert report.to_dict()["summary"]["values_read"] and "values were not read" not in str(report)
 
 
@@ -767,13 +773,10 @@ def test_a_repository_that_cannot_be_reached_is_a_clear_error(hub, monkeypatch):
     assert report.serving_commands() == {} and "NOT OK" in str(report)
 
 
-def test_a_repository_without_safetensors_is_a_clear_error(hub, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise NotASafetensorsRepoError("'owner/drafter' is not a safetensors repo.")
-
-    monkeypatch.setattr(validation_reading, "get_safetensors_metadata", refuse)
+def test_a_repository_without_safetensors_is_a_clear_error(hub):
+    hub.files[:] = ["config.json", "old/model.safetensors"]
     report = validate_checkpoint("owner/drafter")
-    assert "not a safetensors repo" in report.findings("weights_file")[0].found
+    assert "owner/drafter: there is no safetensors file" in report.findings("weights_file")[0].found
     assert report.status("block_size", "vLLM") == "ok"
 
 
@@ -796,9 +799,9 @@ def server(monkeypatch, tmp_path):
         yield server
 
 
-def put(server, files, private=False):
+def put(server, files, private=False, message="first"):
     server.repositories["me/drafter"] = Repository(private)
-    server.repositories["me/drafter"].commit("main", "first", files)
+    server.repositories["me/drafter"].commit("main", message, files)
 
 
 def test_names_shapes_and_dtypes_of_a_repository_are_checked_by_its_headers(server, tmp_path, capsys):
@@ -840,7 +843,77 @@ def test_what_a_hub_refuses_is_told_apart(server, monkeypatch):
     assert re.search("HF_HUB_OFFLINE=0.* DO Check the spelling", found("folder", "me/none"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     put(server, {name: data for name, data in server.files.items() if name == "config.json"})
-    assert re.search("not a safetensors repo.* DO Push .*token", found("weights_file"))
+    assert re.search("there is no safetensors file. Push .* DO Copy", found("weights_file"))
     put(server, server.files, private=True)
     shutil.rmtree(huggingface_hub.constants.HF_HUB_CACHE)
     assert re.search("Repository Not Found .* private repository is not found", found("folder"))
+
+
+def shards(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, bytes]:
+    """Two files of the tensors, and their index."""
+    names, files, index = sorted(tensors), {}, {}
+    for number, part in enumerate((names[:9], names[9:]), start=1):
+        file = f"model-{number}.safetensors"
+        save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
+        files[file] = (folder / file).read_bytes()
+        index |= dict.fromkeys(part, file)
+    return files | {"model.safetensors.index.json": json.dumps({"weight_map": index}).encode()}
+
+
+def spoilt_index(change) -> object:
+    def spoil(files):
+        content = json.loads(files["model.safetensors.index.json"])
+        return files | {"model.safetensors.index.json": json.dumps(change(content)).encode()}
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (lambda f: {n: b for n, b in f.items() if n != "model-2.safetensors"}, "not there .*: model-2.safetensors"),
+        (lambda f: {n: b for n, b in f.items() if n.endswith(".json")}, "there is no safetensors file"),
+        (lambda f: {n: b for n, b in f.items() if "index" not in n}, "model-2.safetensors in .* is in no index"),
+        (lambda f: f | {"a.safetensors": f["model-1.safetensors"]}, "lies in a.safetensors and in model-1"),
+        (lambda f: f | {"model.safetensors.index.json": b"{"}, "index.json is not readable JSON"),
+        (spoilt_index(lambda c: [c]), "has no mapping `weight_map`"),
+        (spoilt_index(lambda c: {"weight_map": {"norm.weight": 3}}), "has no mapping `weight_map`"),
+        (spoilt_index(lambda c: {"weight_map": c["weight_map"] | {"x": "model-1.safetensors"}}), "says that x lies"),
+        (spoilt_index(lambda c: {"weight_map": c["weight_map"] | {"x": "../x"}}), "not there .*: ../x"),
+    ],
+)
+def test_shards_of_a_repository_are_held_to_its_index_as_those_of_a_folder(server, tmp_path, spoil, expected):
+    config = {"config.json": server.files["config.json"]}
+    put(server, config | shards(zlab_tensors(), tmp_path))
+    assert validate_checkpoint("me/drafter").ok
+    put(server, config | spoil(shards(zlab_tensors(), tmp_path)), message="spoilt")
+    (finding,) = validate_checkpoint("me/drafter").findings("weights_file")
+    assert re.search(expected, finding.found), finding.found
+    local = tmp_path / "local"
+    huggingface_hub.snapshot_download("me/drafter", local_dir=local)
+    assert validate_checkpoint(local).findings("weights_file")
+    # Once all of it is in the cache, from which it is read.
+    huggingface_hub.snapshot_download("me/drafter")
+    assert validate_checkpoint("me/drafter").findings("weights_file")
+
+
+def test_what_is_in_the_cache_in_part_is_fetched(server, tmp_path, monkeypatch):
+    put(server, server.files | shards(zlab_tensors(), tmp_path) | {"README.md": b"---\nbase_model: a/b\n---\n"})
+    del server.repositories["me/drafter"].commits[0][2]["model.safetensors"]
+    huggingface_hub.hf_hub_download("me/drafter", "model-1.safetensors")
+    report = validate_checkpoint("me/drafter")
+    assert report.ok and not report.to_dict()["summary"]["values_read"]
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    (finding,) = validate_checkpoint("me/drafter").findings("weights_file")
+    assert "cannot be fetched" in finding.found and "offline mode" in finding.found
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    huggingface_hub.snapshot_download("me/drafter")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    report = validate_checkpoint("me/drafter")
+    assert report.ok and report.to_dict()["summary"]["values_read"]
+
+
+def test_a_page_that_answers_in_place_of_the_hub_is_a_clear_error(server, monkeypatch):
+    monkeypatch.setattr(Handler, "answer", lambda self, method: self.send(b"<html>", kind="text/html"))
+    (finding,) = validate_checkpoint("me/drafter").findings("folder")
+    assert "no such repository" in finding.found and "network" in finding.remedy

@@ -2,21 +2,21 @@
 """Reading what most rules of [`validation`] look at, without the weights; what cannot be read is a finding."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import get_safetensors_metadata, metadata_load, snapshot_download
-from huggingface_hub.errors import HFValidationError, HTTPError, NotASafetensorsRepoError, SafetensorsParsingError
+from huggingface_hub import list_repo_files, metadata_load, parse_safetensors_file_metadata, snapshot_download
+from huggingface_hub.errors import HFValidationError, HTTPError, SafetensorsParsingError
 from yaml import YAMLError
 
-from ..checkpoint_format import TensorHeaders, read_tensor_headers
+from ..checkpoint_format import TensorHeaders, joined_headers, read_tensor_headers
 from ..data.addresses import without_secrets
 from .checkpoint import ALL, Checkpoint, Finding
 
 
 _SMALL_FILES = ["*.json", "*.py", "README.md", "mask_embedding.pt"]
-_NETWORK_ERRORS = (OSError, HTTPError, HFValidationError)
+# What answers in place of the Hub, such as the login page of a network, sends no JSON.
+_NETWORK_ERRORS = (OSError, HTTPError, HFValidationError, json.JSONDecodeError)
 
 
 def read_folder(path: Path, name: str, revision: str | None = None) -> Checkpoint:
@@ -39,12 +39,8 @@ def read_folder(path: Path, name: str, revision: str | None = None) -> Checkpoin
     headers = None
     try:
         headers = read_tensor_headers(path)
-    except json.JSONDecodeError as error:
-        unreadable["weights_file"] = _broken_weights(f"model.safetensors.index.json is not valid JSON: {error}")
     except (OSError, ValueError) as error:
         unreadable["weights_file"] = _broken_weights(str(error))
-    except (AttributeError, TypeError):
-        unreadable["weights_file"] = _broken_weights("model.safetensors.index.json has no object weight_map")
     files = frozenset(entry.name for entry in path.iterdir())
     return Checkpoint(name, revision, files, config, headers, _base_model(path, config), unreadable, path)
 
@@ -93,38 +89,63 @@ def read_repository(name: str, revision: str | None) -> Checkpoint:
         )
         missing = {"folder": Finding(found, expected, why, remedy, errors=ALL)}
         return Checkpoint(name, revision, unreadable=missing)
-    if any(folder.glob("*.safetensors")):
-        return read_folder(folder, name, revision)
+    cached = {path.name for path in folder.glob("*.safetensors")}
     unreadable: dict[str, Finding] = {}
-    config = _read_config_file(folder / "config.json", unreadable)
-    headers = _fetch_headers(name, revision, unreadable)
-    files = frozenset(entry.name for entry in folder.iterdir())
-    return Checkpoint(name, revision, files, config, headers, _base_model(folder, config), unreadable)
-
-
-def _fetch_headers(name: str, revision: str | None, unreadable: dict[str, Finding]) -> TensorHeaders | None:
+    headers = None
     try:
-        metadata = get_safetensors_metadata(name, revision=revision)
-    except NotASafetensorsRepoError as error:
-        # Of a repository that was read before and that the token no longer opens, only this is said.
-        remedy = "Push the drafter saved as safetensors. If it is there, check the access token."
-        found = f"{name}: {without_secrets(str(error))}"
-        unreadable["weights_file"] = replace(_broken_weights(found), remedy=remedy)
-        return None
-    except SafetensorsParsingError as error:
-        unreadable["weights_file"] = _broken_weights(f"{name}: {without_secrets(str(error))}")
-        return None
+        files = [file for file in list_repo_files(name, revision=revision) if file.endswith(".safetensors")]
+        # Engines read those of the folder itself.
+        files = sorted(file for file in files if "/" not in file)
+        if cached and cached >= set(files):
+            return read_folder(folder, name, revision)
+        headers = _fetch_headers(name, revision, folder, files)
     except _NETWORK_ERRORS as error:
-        found = f"{name}: the tensors' headers cannot be fetched: {without_secrets(str(error))}"
-        why = "The tensors' names and shapes are looked up in the first bytes of the safetensors files."
-        remedy = "Check the network and the access token (HF_TOKEN, or `hf auth login`), or validate a local folder."
-        unreadable["weights_file"] = Finding(found, "headers that can be fetched", why, remedy, errors=ALL)
-        return None
-    return {
-        tensor: (info.dtype, tuple(info.shape))
-        for file in metadata.files_metadata.values()
-        for tensor, info in file.tensors.items()
-    }
+        if cached and not _lacks_shards(folder, cached):
+            return read_folder(folder, name, revision)
+        unreadable["weights_file"] = _not_fetched(f"{name}: {without_secrets(str(error))}")
+    except _BrokenWeightsError as error:
+        unreadable["weights_file"] = _broken_weights(f"{name}: {without_secrets(str(error))}")
+    config = _read_config_file(folder / "config.json", unreadable)
+    names = frozenset(entry.name for entry in folder.iterdir())
+    return Checkpoint(name, revision, names, config, headers, _base_model(folder, config), unreadable)
+
+
+class _BrokenWeightsError(Exception):
+    """The Hub answers, and what it holds are not the weights of a drafter."""
+
+
+def _fetch_headers(name: str, revision: str | None, folder: Path, files: list[str]) -> TensorHeaders:
+    if not files:
+        raise _BrokenWeightsError("there is no safetensors file. Push the drafter saved as safetensors")
+    headers: dict[str, TensorHeaders] = {}
+    try:
+        for file in files:
+            tensors = parse_safetensors_file_metadata(name, file, revision=revision).tensors
+            headers[file] = {tensor: (info.dtype, tuple(info.shape)) for tensor, info in tensors.items()}
+    except SafetensorsParsingError as error:
+        raise _BrokenWeightsError(str(error)) from error
+    try:
+        return joined_headers(folder, headers)
+    except (FileNotFoundError, ValueError) as error:
+        raise _BrokenWeightsError(str(error)) from error
+
+
+def _lacks_shards(folder: Path, cached: set[str]) -> bool:
+    """Whether the index names files that were never downloaded; what cannot be told is looked at by other rules."""
+    try:
+        listed = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
+        return not cached.issuperset(listed.values())
+    except FileNotFoundError:
+        return "model.safetensors" not in cached
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return False
+
+
+def _not_fetched(found: str) -> Finding:
+    found = found.replace(": ", ": the tensors' headers cannot be fetched: ", 1)
+    why = "The tensors' names and shapes are looked up in the first bytes of the safetensors files."
+    remedy = "Check the network and the access token (HF_TOKEN, or `hf auth login`), or validate a local folder."
+    return Finding(found, "headers that can be fetched", why, remedy, errors=ALL)
 
 
 def _base_model(folder: Path, config: dict[str, Any] | None) -> str | None:
