@@ -322,7 +322,7 @@ class DFlashTrainer(Trainer):
             **kwargs: The same.
 
         Raises:
-            TrainingInterrupted: SIGTERM or SIGINT came; a `SystemExit` that a script passes on.
+            TrainingInterrupted: SIGTERM, SIGINT or SIGHUP came; a `SystemExit` that a script passes on.
             NonFiniteTrainingError: Too many steps in a row were not finite.
             RemoteCheckpointError: Training is done, but its last checkpoint never arrived at the remote address.
             ValueError: The loss cannot fall, or the checkpoint cannot be resumed.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGTERM, SIGINT or the launcher's end end a run at the end of a step, with a checkpoint, the same on every rank."""
+"""SIGTERM, SIGINT, SIGHUP or the launcher's end end a run at the end of a step, with a checkpoint, the same on every rank."""
 
 import multiprocessing
 import os
@@ -25,7 +25,8 @@ logger = logging.get_logger(__name__)
 
 # EX_TEMPFAIL of sysexits.h: nothing is wrong, start again to go on.
 INTERRUPTED_STATUS = 75
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# The last is what a terminal sends when it is closed.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # No signal has this number.
 NO_MORE = b"\0"
 # A launcher and its ranks often get the same signal, and the launcher passes its own on: within this many seconds it
@@ -58,7 +59,8 @@ def _ignore_signals(initialise: Callable[[int], None] | None, worker_id: int) ->
     if parent is None or sys.platform != "linux" or len(os.listdir("/proc/self/task")) > 1:
         return
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     # The process that made the worker ends it by SIGTERM where it cannot ask, so it depends on the sender.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     threading.Thread(target=_end_for_parent, args=(parent.pid,), daemon=True).start()
@@ -90,7 +92,7 @@ class Interrupts(TrainerCallback):
         self.received: signal.Signals | None = None
         self.stopping = self.evaluation_is_due = False
         self._evaluates_epochs = False
-        self._first = 0.0
+        self._first: float | None = None
         self._agreed: HostCopy | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._wakeup_before = -1
@@ -99,8 +101,9 @@ class Interrupts(TrainerCallback):
         self._watches_launcher = False
 
     def install(self) -> None:
-        """Take over both signals until [`remove`] (in the main thread; elsewhere they stay as they are)."""
-        self.received, self.stopping, self._agreed, self.evaluation_is_due = None, False, None, False
+        """Take over the signals until [`remove`] (in the main thread; elsewhere they stay as they are)."""
+        self.received, self._first, self._agreed = None, None, None
+        self.stopping = self.evaluation_is_due = False
         if threading.current_thread() is not threading.main_thread():
             logger.warning("Training runs outside the main thread, where signals cannot be handled: none is.")
             return
@@ -110,10 +113,15 @@ class Interrupts(TrainerCallback):
         os.set_blocking(self._pipe[1], False)
         self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         for number in SIGNALS if LAUNCHER_ENDED is None else (*SIGNALS, LAUNCHER_ENDED):
-            self._before[number] = signal.signal(number, lambda *_: None)
+            # A run under nohup outlives its terminal.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, lambda *_: None)
         self._thread = threading.Thread(target=self._read, args=(self._pipe[0],), name="interrupts", daemon=True)
         self._thread.start()
-        self._watches_launcher = watch_launcher()
+        try:
+            self._watches_launcher = watch_launcher()
+        except OSError as error:
+            logger.warning(f"The run goes on after the end of a launcher that passes no signal on ({error}).")
 
     def remove(self) -> None:
         """Give the signals back."""
@@ -141,8 +149,9 @@ class Interrupts(TrainerCallback):
             if number[0] in SIGNALS:
                 self._receive(signal.Signals(number[0]))
             elif number[0] == LAUNCHER_ENDED and self.received is None:
-                # After a signal of its own, such as one from the keyboard, this says nothing new.
-                self.received, self._first = signal.SIGTERM, time.monotonic()
+                # After a signal of its own, such as one from the keyboard, this says nothing new. A signal that
+                # comes later is the first one that somebody sends to this process.
+                self.received = signal.SIGTERM
                 logger.warning(
                     "The launcher has ended, by a signal that it did not pass on: training ends after this step with "
                     f"a checkpoint and status {INTERRUPTED_STATUS}."
@@ -151,8 +160,8 @@ class Interrupts(TrainerCallback):
 
     def _receive(self, number: signal.Signals) -> None:
         now = time.monotonic()
-        if self.received is None:
-            self.received, self._first = number, now
+        if self._first is None:
+            self._first, self.received = now, self.received or number
             logger.warning(
                 f"{number.name}: training ends after this step with a checkpoint and status {INTERRUPTED_STATUS}. "
                 "Send it once more to end at once."
@@ -177,7 +186,11 @@ class Interrupts(TrainerCallback):
         self._evaluates_epochs = args.eval_strategy == IntervalStrategy.EPOCH
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step < state.max_steps and self._is_agreed():
+        if not self._is_agreed():
+            return
+        control.should_save = True
+        # After the last step the run ends by itself.
+        if state.global_step < state.max_steps:
             ends_epoch = self._evaluates_epochs and float(state.epoch).is_integer()
             self.evaluation_is_due = control.should_evaluate or ends_epoch
             if self.evaluation_is_due:
@@ -185,7 +198,7 @@ class Interrupts(TrainerCallback):
                     f"The evaluation that is due at step {state.global_step} is left out until the run goes on."
                 )
             self.stopping, control.should_evaluate = True, False
-            control.should_save = control.should_training_stop = True
+            control.should_training_stop = True
 
     def on_epoch_end(self, args, state, control, **kwargs):
         # Everything that waits for a checkpoint has been called for this one by now. What Trainer does at the end of
