@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGTERM, SIGINT, SIGHUP or the launcher's end end a run at the end of a step, with a checkpoint, the same on every rank."""
+"""SIGTERM, SIGINT, SIGHUP or the launcher's end end a run after a step, with a checkpoint, the same on every rank."""
 
 import multiprocessing
 import os
