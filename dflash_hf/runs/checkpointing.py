@@ -30,6 +30,7 @@ logger = logging.get_logger(__name__)
 MANIFEST_NAME = "checkpoint_manifest.json"
 # Neither Trainer nor a push to the Hub looks at a folder of this name.
 ASIDE_PREFIX = "_incomplete-"
+REPLACED_PREFIX = f"{ASIDE_PREFIX}replaced-"
 # A pickle of the arguments that nothing here reads again.
 UNLISTED = (MANIFEST_NAME, "training_args.bin")
 SPARE_BYTES = 16 * 2**20
@@ -111,18 +112,25 @@ def manifest_problems(folder: str | Path) -> list[str]:
         return [f"it has no {MANIFEST_NAME}, which is written last"]
     except ValueError:
         return [f"its {MANIFEST_NAME} cannot be read"]
-    problems = []
-    for name, entry in files.items():
-        path = folder / name
+    except OSError as error:
+        return [f"its {MANIFEST_NAME} cannot be read ({error.strerror})"]
+    return [problem for name, entry in files.items() if (problem := _file_problem(folder / name, name, entry))]
+
+
+def _file_problem(path: Path, name: str, entry: dict[str, Any]) -> str | None:
+    try:
         if not path.is_file():
-            problems.append(f"{name} is missing")
-        elif path.stat().st_size != entry["size"]:
-            problems.append(f"{name} has {path.stat().st_size} bytes instead of {entry['size']}")
-        elif "sha256" in entry and sha256_of(path) != entry["sha256"]:
-            problems.append(f"{name} has another hash")
-        elif "crc32" in entry and not _has_crc32(path, entry["crc32"]):
-            problems.append(f"{name} has another checksum")
-    return problems
+            return f"{name} is missing"
+        if path.stat().st_size != entry["size"]:
+            return f"{name} has {path.stat().st_size} bytes instead of {entry['size']}"
+        if "sha256" in entry and sha256_of(path) != entry["sha256"]:
+            return f"{name} has another hash"
+        if "crc32" in entry and not _has_crc32(path, entry["crc32"]):
+            return f"{name} has another checksum"
+    except OSError as error:
+        # Such as a bad sector, or a file of another user.
+        return f"{name} cannot be read ({error.strerror})"
+    return None
 
 
 # Folders
@@ -140,21 +148,30 @@ def publish(aside: Path, final: Path) -> None:
     In this order, since a kill loses nothing that was written, and a disk of 1 GB/s takes 20 seconds. What a machine
     loses that goes down meanwhile is known by the checksums.
     """
-    replaced = final.with_name(f"{ASIDE_PREFIX}replaced-{final.name}")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if final.exists():
+    replaced = final.with_name(f"{REPLACED_PREFIX}{final.name}")
+    _remove(replaced)
+    if os.path.lexists(final):
         # Both are complete, so a kill between the two renames leaves the new one to be found.
         final.rename(replaced)
-    aside.rename(final)
     try:
+        aside.rename(final)
         for path in [*final.rglob("*"), final, final.parent]:
             _flush(path)
     except OSError:
-        final.rename(aside)
-        if replaced.exists():
+        if not aside.exists():
+            final.rename(aside)
+        if os.path.lexists(replaced):
             replaced.rename(final)
         raise
-    shutil.rmtree(replaced, ignore_errors=True)
+    _remove(replaced)
+
+
+def _remove(path: Path) -> None:
+    """Remove what stands under a name, and not what a link points to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _flush(path: Path) -> None:
@@ -172,11 +189,17 @@ def _flush(path: Path) -> None:
 def clean_up(output_dir: str | Path) -> None:
     """Give finished folders that a kill left aside their names, and remove the unfinished ones."""
     for aside in sorted(Path(output_dir).glob(f"{ASIDE_PREFIX}*")):
-        final = aside.with_name(aside.name.removeprefix(ASIDE_PREFIX))
-        if step_of(final) is not None and not final.exists() and not manifest_problems(aside):
-            publish(aside, final)
+        is_replaced = aside.name.startswith(REPLACED_PREFIX)
+        final = aside.with_name(aside.name.removeprefix(REPLACED_PREFIX).removeprefix(ASIDE_PREFIX))
+        # A machine that went down may have lost what took the place of an older one.
+        is_needed = not final.exists() or (is_replaced and bool(manifest_problems(final)))
+        if step_of(final) is None or not is_needed or manifest_problems(aside):
+            _remove(aside)
+        elif is_replaced:
+            _remove(final)
+            aside.rename(final)
         else:
-            shutil.rmtree(aside, ignore_errors=True)
+            publish(aside, final)
 
 
 def last_complete_checkpoint(output_dir: str | Path) -> Path | None:
@@ -271,7 +294,7 @@ def _all_ranks(trainer: Any, aside: Path, function: Callable[[], None]) -> None:
     failed = trainer.accelerator.reduce(torch.tensor(float(error is not None), device=args.device), reduction="sum")
     if failed.item():
         if args.should_save:
-            shutil.rmtree(aside, ignore_errors=True)
+            _remove(aside)
         raise OSError(
             f"The checkpoint of step {trainer.state.global_step} could not be written"
             f"{f' ({error})' if error else ' by another rank'}; older ones are kept. Look at the disk of "
@@ -325,10 +348,16 @@ def _write_weights_and_states(trainer: Any, folder: str) -> None:
         write_states()
     else:
         # Each waits for copies to the host and into files, which one thread makes at a fraction of a disk's rate.
-        with ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(1, initializer=_use_device, initargs=(trainer.args.device,)) as pool:
             states = pool.submit(write_states)
             trainer.save_model(folder, _internal_call=True)
             states.result()
+
+
+def _use_device(device: torch.device) -> None:
+    # A thread begins at the first GPU, whichever one the process uses.
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 __all__ = [
