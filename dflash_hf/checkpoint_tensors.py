@@ -93,7 +93,7 @@ def read_tensor_headers(folder: str | Path) -> TensorHeaders:
         ValueError: A file is broken, a tensor lies in two files, or the index and the files disagree.
     """
     folder = Path(folder)
-    return joined_headers(folder, {path.name: _headers_of(path) for path in sorted(folder.glob("*.safetensors"))})
+    return joined_headers(folder, {path.name: file_headers(path) for path in sorted(folder.glob("*.safetensors"))})
 
 
 def joined_headers(folder: Path, files: dict[str, TensorHeaders]) -> TensorHeaders:
@@ -127,7 +127,12 @@ def joined_headers(folder: Path, files: dict[str, TensorHeaders]) -> TensorHeade
     return headers
 
 
-def _headers_of(path: Path) -> TensorHeaders:
+def file_headers(path: Path) -> TensorHeaders:
+    """The headers of one safetensors file.
+
+    Raises:
+        ValueError: It is broken.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dictionary)

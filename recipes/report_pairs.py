@@ -17,6 +17,7 @@ be measured are compared as well.
 
 import argparse
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,16 @@ def read_run(folder: Path, skip: int) -> dict[str, Any]:
     state = folder / "trainer_state.json"
     if not state.is_file():
         raise SystemExit(f"{folder} has no trainer_state.json: give the output_dir of a run that has ended.")
+    try:
+        return figures_of_logs(folder, state, skip)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise SystemExit(
+            f"What {folder} holds as trainer_state.json and profile_copies.json is broken, or not of the training "
+            f"recipe ({error!r}): give the output_dir of one of its runs."
+        ) from error
+
+
+def figures_of_logs(folder: Path, state: Path, skip: int) -> dict[str, Any]:
     logs = read_logs(json.loads(state.read_text())["log_history"])
     if not logs:
         raise SystemExit(f"{state} holds no log of a training step: train with a --logging_steps below the steps.")
@@ -148,7 +159,10 @@ def compare_losses(run: dict[str, Any], first: dict[str, Any]) -> None:
     # Means over the same steps.
     losses = first.get("losses", {})
     both = [(loss, losses[steps]) for steps, loss in run["losses"].items() if steps in losses]
-    run["largest_loss_difference"] = largest = max((abs(a - b) for a, b in both), default=None)
+    differences = [abs(a - b) for a, b in both]
+    # A maximum passes over what is not a number.
+    largest = math.nan if any(map(math.isnan, differences)) else max(differences, default=None)
+    run["largest_loss_difference"] = largest
     run["compared_losses"] = (
         "no log of the same steps" if largest is None else f"largest difference {largest:.3g} in {len(both)} logs"
     )
@@ -180,8 +194,11 @@ def main() -> None:
             compare_losses(run, next(iter(runs.values())))
         print_run(name, run)
     if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(runs, indent=2) + "\n")
+        try:
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+            options.output.write_text(json.dumps(runs, indent=2) + "\n")
+        except OSError as error:
+            raise SystemExit(f"--output {options.output} cannot be written: {error}") from error
 
 
 if __name__ == "__main__":

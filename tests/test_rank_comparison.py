@@ -155,3 +155,46 @@ def test_the_report_says_which_weights_are_missing(report, tmp_path):
         (tmp_path / "b" / f"checkpoint-{step}").rename(tmp_path / "b" / f"elsewhere-{step}")
     with pytest.raises(SystemExit, match=r"no step of which .*a: 5, 10, 15; .*b: none\).*--save_only_model true"):
         report("a", "b")
+
+
+def test_the_report_compares_adapters_and_the_same_weights_in_other_files(report, tmp_path):
+    both = [tmp_path / name / "checkpoint-10" for name in "ab"]
+    weights = load_file(both[0] / "model.safetensors") | {"empty": torch.zeros(0)}
+    for folder, difference in zip(both, (0.0, 0.25), strict=True):
+        (folder / "model.safetensors").unlink()
+        changed = weights | {"norm.weight": weights["norm.weight"] + difference}
+        save_file(changed, folder / "adapter_model.safetensors")
+    found = report("a", "b")[str(tmp_path / "b")]["weights"]
+    assert found["largest_difference"] == 0.25 and found["largest_in"] == "norm.weight"
+    for folder in both:
+        (folder / "adapter_model.safetensors").unlink()
+    save_file(weights, both[0] / "model.safetensors")
+    files = {f"{name}.safetensors": {name: tensor.double()} for name, tensor in weights.items()}
+    for file, tensors in files.items():
+        save_file(tensors, both[1] / file)
+    index = {name: file for file, tensors in files.items() for name in tensors}
+    (both[1] / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    found = report("a", "b")[str(tmp_path / "b")]["weights"]
+    assert found["relative_difference"] == 0 and found["largest_in"] in weights
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "", "[]", "{}", '{"log_history": null}', '{"log_history": [{"step_seconds": 1.0}]}'],
+)
+def test_the_report_says_whose_logs_are_broken(report, monkeypatch, tmp_path, text):
+    (tmp_path / "b" / "trainer_state.json").write_text(text)
+    assert "broken, or not of the" in report("a", "b")[str(tmp_path / "b")]["not_measured"]
+    monkeypatch.setattr(sys, "argv", ["report_pairs.py", str(tmp_path / "b")])
+    with pytest.raises(SystemExit, match="b holds as trainer_state.json and profile_copies.json is broken"):
+        load_recipe(monkeypatch, "report_pairs.py").main()
+
+
+def test_a_loss_that_is_not_a_number_is_no_small_difference(report, tmp_path, capsys):
+    write_run(tmp_path / "a", dict.fromkeys(range(1, 11), 1.0), 1, in_turn=0)
+    path = tmp_path / "b" / "trainer_state.json"
+    state = json.loads(path.read_text())
+    state["log_history"][5]["loss"] = float("nan")
+    path.write_text(json.dumps(state))
+    report("a", "b")
+    assert "largest difference nan" in capsys.readouterr().out

@@ -11,8 +11,12 @@ import torch
 from safetensors import safe_open
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..checkpoint_tensors import read_tensor_headers
+from ..checkpoint_tensors import TensorHeaders, file_headers, read_tensor_headers
 from .checkpointing import step_of
+
+
+# As peft names it.
+ADAPTER_NAME = "adapter_model.safetensors"
 
 
 def common_step(folders: Sequence[Path]) -> int:
@@ -39,7 +43,7 @@ def common_step(folders: Sequence[Path]) -> int:
 
 
 def weight_differences(first: Path, other: Path) -> dict[str, Any]:
-    """The difference of two drafters' weights, read one tensor after the other.
+    """The difference of two drafters' weights, or of two adapters', read one tensor after the other.
 
     Args:
         first: Folder with safetensors files.
@@ -54,11 +58,13 @@ def weight_differences(first: Path, other: Path) -> dict[str, Any]:
         FileNotFoundError: A folder holds no weights.
     """
     _check_same_tensors(first, other)
-    squares, reference, largest, largest_in = 0.0, 0.0, -1.0, ""
+    squares, reference, largest, largest_in = 0.0, 0.0, 0.0, next(iter(_headers(first)))
     with ExitStack() as stack:
         tensors, others = (_open(folder, stack) for folder in (first, other))
         for name, file in sorted(tensors.items()):
             values = file.get_tensor(name).float()
+            if not values.numel():
+                continue
             difference = others[name].get_tensor(name).float().sub_(values)
             squares += torch.linalg.vector_norm(difference, dtype=torch.float64).item() ** 2
             reference += torch.linalg.vector_norm(values, dtype=torch.float64).item() ** 2
@@ -71,7 +77,7 @@ def weight_differences(first: Path, other: Path) -> dict[str, Any]:
 
 
 def _check_same_tensors(first: Path, other: Path) -> None:
-    shapes = [{name: shape for name, (_, shape) in read_tensor_headers(f).items()} for f in (first, other)]
+    shapes = [{name: shape for name, (_, shape) in _headers(f).items()} for f in (first, other)]
     if shapes[0] != shapes[1]:
         different = sorted(n for n in shapes[0].keys() | shapes[1].keys() if shapes[0].get(n) != shapes[1].get(n))
         raise ValueError(
@@ -80,9 +86,16 @@ def _check_same_tensors(first: Path, other: Path) -> None:
         )
 
 
+def _headers(folder: Path) -> TensorHeaders:
+    adapter = folder / ADAPTER_NAME
+    return file_headers(adapter) if adapter.exists() else read_tensor_headers(folder)
+
+
 def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
     """The open file of each tensor."""
-    files = [stack.enter_context(safe_open(path, framework="pt")) for path in sorted(folder.glob("*.safetensors"))]
+    adapter = folder / ADAPTER_NAME
+    paths = [adapter] if adapter.exists() else sorted(folder.glob("*.safetensors"))
+    files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
     return {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a dictionary)
 
 
