@@ -186,7 +186,7 @@ def test_the_report_says_whose_logs_are_broken(report, monkeypatch, tmp_path, te
     (tmp_path / "b" / "trainer_state.json").write_text(text)
     assert "broken, or not of the" in report("a", "b")[str(tmp_path / "b")]["not_measured"]
     monkeypatch.setattr(sys, "argv", ["report_pairs.py", str(tmp_path / "b")])
-    with pytest.raises(SystemExit, match="b holds as trainer_state.json and profile_copies.json is broken"):
+    with pytest.raises(SystemExit, match=r"b holds as trainer_state\.json and profile_copies\.json is broken"):
         load_recipe(monkeypatch, "report_pairs.py").main()
 
 
