@@ -163,26 +163,53 @@ def _from_sharegpt(message: Any) -> Any:
     return {**rest, "role": role, "content": message.get("value")}
 
 
+def requested(row: dict) -> dict:
+    """What a logged request asked, as fields of the row in place of the request and its response.
+
+    Args:
+        row: With a `request`, plain or as a batch file wraps it in `body`. Of it `messages` or `prompt`, `tools` and
+            `chat_template_kwargs` count; how it was sampled does not.
+    """
+    request = row["request"]["body"] if isinstance(row["request"].get("body"), dict) else row["request"]
+    asked = {key: request[key] for key in ("tools", "chat_template_kwargs") if request.get(key)}
+    asked |= {key: request[key] for key in ("messages", "prompt") if request.get(key) is not None}
+    # Such fields beside the request are not what was asked.
+    other = ("request", "response", "messages", "prompt")
+    return {key: value for key, value in row.items() if key not in other} | asked
+
+
 def _read_log(row: dict) -> list[Chat]:
     """Chats of a request to a server and what it answered, plain or as a batch file wraps them in `body`."""
-    request, response = row["request"], row["response"]
-    request = request["body"] if isinstance(request.get("body"), dict) else request
+    response = row["response"]
     if isinstance(response, dict) and isinstance(response.get("body"), dict):
         response = response["body"]
     choices = response.get("choices") if isinstance(response, dict) else None
+    # Chunks in a list, or as the server sent them.
+    if isinstance(response, list) or (isinstance(response, str) and response.lstrip().startswith("data:")):
+        raise _streamed(response)
     if not isinstance(choices, list) or not choices:
         raise RowError("no answer", f"the response has no `choices`: {str(response)[:80]!r}.")
-    prompt, _ = _prompt_and_completion({key: request.get(key) for key in ("messages", "prompt")})
-    asked = {**row, **{key: request[key] for key in ("tools", "chat_template_kwargs") if request.get(key)}}
+    asked = requested(row)
+    prompt, _ = _prompt_and_completion({key: asked.get(key) for key in ("messages", "prompt")})
     chats = []
     for choice in choices:
         message = choice.get("message") if isinstance(choice, dict) else None
         if message is None and isinstance(choice, dict) and isinstance(choice.get("text"), str):
             message = {"content": choice["text"]}
         if not isinstance(message, dict):
+            if isinstance(choice, dict) and "delta" in choice:
+                raise _streamed(choice)
             raise RowError("no answer", f"a choice of the response has no `message`: {str(choice)[:80]!r}.")
         chats.append(_chat(asked, [*prompt, {**message, "role": "assistant"}], choice))
     return chats
+
+
+def _streamed(chunks: Any) -> RowError:
+    return RowError(
+        "streamed",
+        "the response was streamed, so its answer lies in pieces: join their `delta`s into one `message`, or let "
+        f"recipes/generate_completions.py answer the request again: {str(chunks)[:80]!r}.",
+    )
 
 
 def template_kwargs(value: Any) -> dict[str, Any]:
