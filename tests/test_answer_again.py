@@ -7,6 +7,8 @@ from tiny import byte_tokenizer
 
 from dflash_hf.data.chat_messages import RowError
 from dflash_hf.data.chat_rows import read_chats
+from dflash_hf.data.preparation_report import format_summary
+from dflash_hf.data.tokenize_job import tokenize_files
 
 
 USER = {"role": "user", "content": "why?"}
@@ -116,3 +118,25 @@ def test_a_streamed_answer_is_named_as_what_it_is(response):
     with pytest.raises(RowError, match=r"streamed.*join their `delta`s.*generate_completions\.py") as caught:
         read_chats({"request": {"messages": [USER]}, "response": response})
     assert caught.value.reason == "streamed"
+
+
+@pytest.mark.parametrize("response", [{"response": None}, {"response": {"error": "x"}}, {}])
+def test_a_request_that_was_not_answered_is_named_as_that(response):
+    with pytest.raises(RowError, match="the response to the request has no `choices`") as caught:
+        read_chats({"request": {"messages": [USER]}, **response})
+    assert caught.value.reason == "no answer"
+
+
+def test_answers_of_several_models_are_told_of(tmp_path):
+    """A gateway's log holds those of others than the target, which a drafter is not to learn from."""
+    rows = [logged([{**USER, "content": f"{i}?"}]) for i in range(4)]
+    alike = tokenize_files(as_file(tmp_path / "alike.jsonl", rows), tmp_path / "alike", byte_tokenizer())
+    assert alike["models"] == {"other": 4} and "several models" not in format_summary(alike)
+    rows[1]["response"]["model"] = "qwen"
+    del rows[2]["response"]["model"]
+    mixed = tokenize_files(as_file(tmp_path / "mixed.jsonl", rows), tmp_path / "mixed", byte_tokenizer())
+    assert mixed["models"] == {"other": 2, "qwen": 1}
+    told = format_summary(mixed)
+    assert "the answers are of several models (other 2, qwen 1)" in told and "generate_completions.py" in told
+    # A manifest of an earlier version has no such counts.
+    assert format_summary({name: value for name, value in mixed.items() if name != "models"})

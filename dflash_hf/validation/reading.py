@@ -10,7 +10,7 @@ from huggingface_hub import get_safetensors_metadata, metadata_load, snapshot_do
 from huggingface_hub.errors import HFValidationError, HTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 from yaml import YAMLError
 
-from ..checkpoint_format import TensorHeaders, read_tensor_headers
+from ..checkpoint_format import TensorHeaders, is_adapter_folder, merging_advice, read_tensor_headers
 from ..data.addresses import without_secrets
 from .checkpoint import ALL, Checkpoint, Finding
 
@@ -54,6 +54,8 @@ def _read_config_file(path: Path, unreadable: dict[str, Finding]) -> dict[str, A
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
+        if is_adapter_folder(path.parent):
+            remedy = f"It is the folder of an adapter. {merging_advice(path.parent)}"
         found = f"no file {path}" if isinstance(error, FileNotFoundError) else f"{path}: {error}"
     except ValueError as error:
         found = f"{path} is not valid JSON: {error}"
