@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from runs import make_trainer
+from test_adapt_recipe import workplace  # noqa: F401
 from tiny import MASK_TOKEN_ID, dense_target
 
-from dflash_hf import DFlashDraftConfig, DFlashDraftModel, validate_checkpoint
+from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, validate_checkpoint
 from dflash_hf.publishing.model_card import model_card
 from dflash_hf.publishing.repository import without_local_paths
 from dflash_hf.publishing.training_facts import write_facts
@@ -209,3 +210,37 @@ def test_drafters_in_folders_of_one_name_all_stay_in_published_results(tmp_path,
     names = [str(tmp_path / part / "merged") for part in "abc"]
     results = {"drafters": {name: index for index, name in enumerate(names)}}
     assert without_local_paths(results) == {"drafters": {"merged": 0, "merged (2)": 1, "merged (3)": 2}}
+
+
+ADAPT = (
+    "--drafter z-lab/Qwen3-8B-DFlash-b16 --target Qwen/Qwen3-8B --output_dir adapted --row_length 256 --use_cpu true"
+)
+
+
+def adapt(monkeypatch, words: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["adapt_drafter.py", *ADAPT.split(), *words.split()])
+    runpy.run_path(str(ROOT / "recipes/adapt_drafter.py"), run_name="__main__")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--lora_modules qkv", r"lora_modules of recipes/adapt_drafter\.py\) are \['qkv'\]"),
+        ("--lora_rank -1", r"lora_rank of recipes/adapt_drafter\.py\) is -1"),
+        ("--trainable_modules layers.9", r"the drafter has no \['layers\.9'\]"),
+    ],
+)
+def test_the_recipe_refuses_a_part_before_it_reads_documents(workplace, monkeypatch, words, message):  # noqa: F811
+    with pytest.raises(SystemExit, match=message):
+        adapt(monkeypatch, f"--documents nowhere.jsonl {words}")
+
+
+def test_the_recipe_refuses_to_resume_another_adapter_before_it_measures(workplace, monkeypatch):  # noqa: F811
+    words = "--documents requests.jsonl --num_anchors 8 --max_steps 2 --save_strategy steps --save_steps 1"
+    adapt(monkeypatch, f"{words} --lora_rank 4")
+    monkeypatch.setattr(DFlashTrainer, "evaluate", None)
+    with pytest.raises(SystemExit, match=r"is of another adapter: r 4 there and 2 here"):
+        adapt(
+            monkeypatch,
+            f"{words} --lora_rank 2 --eval_documents requests.jsonl --resume_from_checkpoint true",
+        )

@@ -2,7 +2,7 @@
 """A server's request log answered again by the target: what is asked, what is left out, what is refused."""
 
 import pytest
-from test_generate_completions import as_file, greedy_alone, recipe, run, target  # noqa: F401
+from test_generate_completions import RECIPES, as_file, greedy_alone, load_recipe, recipe, run, target  # noqa: F401
 from tiny import byte_tokenizer
 
 from dflash_hf.data.chat_messages import RowError
@@ -140,3 +140,13 @@ def test_answers_of_several_models_are_told_of(tmp_path):
     assert "the answers are of several models (other 2, qwen 1)" in told and "generate_completions.py" in told
     # A manifest of an earlier version has no such counts.
     assert format_summary({name: value for name, value in mixed.items() if name != "models"})
+
+
+@pytest.mark.parametrize(("fraction", "split"), [(0.001, "eval"), (0.999, "train")])
+def test_too_few_conversations_for_both_splits_are_told_of(tmp_path, capsys, fraction, split):
+    byte_tokenizer().save_pretrained(tmp_path / "target")
+    log = as_file(tmp_path / "log.jsonl", [logged([USER])])
+    module = load_recipe(RECIPES / "tokenize_completions.py")
+    arguments = {"eval_fraction": fraction, "num_proc": 1, "examples": 0}
+    module.main(module.TokenizeArguments(str(log), str(tmp_path / "target"), str(tmp_path / "out"), **arguments))
+    assert f"eval_fraction={fraction} leaves no document of the split {split}" in capsys.readouterr().out
