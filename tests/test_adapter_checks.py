@@ -13,6 +13,7 @@ from test_adapt_recipe import workplace  # noqa: F401
 from tiny import MASK_TOKEN_ID, dense_target
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, validate_checkpoint
+from dflash_hf.publishing import sending
 from dflash_hf.publishing.model_card import model_card
 from dflash_hf.publishing.repository import without_local_paths
 from dflash_hf.publishing.training_facts import write_facts
@@ -244,3 +245,30 @@ def test_the_recipe_refuses_to_resume_another_adapter_before_it_measures(workpla
             monkeypatch,
             f"{words} --lora_rank 2 --eval_documents requests.jsonl --resume_from_checkpoint true",
         )
+
+
+@pytest.mark.parametrize("kind", ["loaded", "fp32", "merged", "trained", "gone"])
+def test_a_drafter_that_was_trained_since_is_not_published_with_the_record_of_its_folder(
+    base, adapter, tmp_path, monkeypatch, kind
+):
+    folder = tmp_path / "drafter"
+    if kind == "merged":
+        folder.mkdir()
+        for file in adapter.iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+        drafter = merge_adapter(folder)
+    else:
+        DFlashDraftModel.from_pretrained(base).save_pretrained(folder)
+        drafter = DFlashDraftModel.from_pretrained(folder, dtype=torch.float32 if kind == "fp32" else None)
+    facts = {"format": 1, "recipe": {}}
+    write_facts(facts, folder)
+    if kind == "trained":
+        with torch.no_grad():
+            drafter.layers[1].mlp.up_proj.weight[3, 4] += 1
+    if kind == "gone":
+        (folder / "config.json").unlink()
+    built = []
+    monkeypatch.setattr(sending, "build_repository", lambda *args, **kwargs: built.append(kwargs))
+    monkeypatch.setattr(sending, "publish", lambda publication, **kwargs: "address")
+    drafter.push_to_hub("me/x")
+    assert [kwargs["facts"] for kwargs in built] == [None if kind in ("trained", "gone") else facts]
