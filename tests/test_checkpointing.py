@@ -4,6 +4,7 @@
 import errno
 import json
 import shutil
+import zlib
 from collections import namedtuple
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import dflash_hf.runs.checkpointing
 import dflash_hf.runs.resuming
+from dflash_hf import DFlashTrainer
+from dflash_hf.runs import checkpointing
 from dflash_hf.runs.checkpointing import (
     MANIFEST_NAME,
     DiskSpaceError,
@@ -134,6 +137,52 @@ def test_hashes_find_a_changed_byte(run):
     data[-1] ^= 1
     (folder / "model.safetensors").write_bytes(data)
     assert manifest_problems(folder) == ["model.safetensors has another hash"]
+
+
+def test_checksums_of_parts_find_a_changed_byte(run, monkeypatch):
+    """Of a file of many parts, and by the manifest of an earlier version, whose checksum is that of the whole file."""
+    monkeypatch.setattr(checkpointing, "PART_BYTES", 1000)
+    folder = run / "checkpoint-4"
+    manifest = make_manifest(folder)
+    checksums = manifest["files"]["model.safetensors"]["crc32"]
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    assert checksums == [f"{zlib.crc32(data[i : i + 1000]):08x}" for i in range(0, len(data), 1000)]
+    whole = json.loads(json.dumps(manifest))
+    for name, entry in whole["files"].items():
+        entry["crc32"] = f"{zlib.crc32((folder / name).read_bytes()):08x}"
+    data[1500] ^= 1
+    for written in (manifest, whole):
+        (folder / MANIFEST_NAME).write_text(json.dumps(written))
+        assert manifest_problems(folder) == []
+        original = (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(data)
+        assert manifest_problems(folder) == ["model.safetensors has another checksum"]
+        (folder / "model.safetensors").write_bytes(original)
+
+
+def test_states_that_cannot_be_written_leave_no_checkpoint(target, tmp_path, monkeypatch):
+    """They are written beside the weights, in a thread whose error is the run's."""
+
+    def fails(trainer, folder):
+        raise OSError("no space for the optimizer")
+
+    monkeypatch.setattr(DFlashTrainer, "_save_optimizer_and_scheduler", fails)
+    with pytest.raises(OSError, match=r"step 1 could not be written \(no space for the optimizer\)"):
+        make_trainer(tmp_path, target, max_steps=1, save_steps=1).train()
+    assert not list(tmp_path.glob("*checkpoint-*"))
+
+
+def test_a_checkpoint_written_again_on_a_failing_disk_leaves_the_old_one(run, target, monkeypatch):
+    old = (run / "checkpoint-4" / "model.safetensors").stat().st_ino
+
+    def fsync(descriptor):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checkpointing.os, "fsync", fsync)
+    with pytest.raises(OSError, match="could not be written"):
+        resume(run, target, resume=str(run / "checkpoint-2"))
+    assert (run / "checkpoint-4" / "model.safetensors").stat().st_ino == old
+    assert sorted(path.name for path in run.glob("*-*")) == ["checkpoint-2", "checkpoint-4"]
 
 
 def test_old_checkpoints_are_rotated_and_the_best_is_kept(target, tmp_path):

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import tiny
 import torch
+import torch.distributed as dist
 from naive import pack_rows, packed_forward, random_drafter, random_inputs
+from torch.nn.parallel import DistributedDataParallel
 
 from dflash_hf.data.anchors import num_valid_anchors
 from dflash_hf.data.collator import DataCollatorForDFlash
@@ -94,6 +96,35 @@ def test_p2_fifty_batches_of_mixed_documents_compile_two_graphs():
     with torch.no_grad():
         expected = drafter(noise, context, masks, positions).last_hidden_state
     torch.testing.assert_close(compiled, expected, rtol=1e-5, atol=1e-5)
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone, in which DDP acts as among several."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_data_parallel_training_compiles_the_graphs_of_one_rank(one_rank):
+    """DDP's parameters are in buckets, here smaller than a matrix, which is not to cut the layers' graphs."""
+    drafter = random_drafter([SLIDING, SLIDING, FULL], window=8)
+    rows = pack_rows([[(40, [3, 20])]])
+    noise, context = random_inputs(drafter, rows)
+    torch.compiler.reset()
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compile_layers(drafter, backend=count)
+    wrapped = DistributedDataParallel(drafter, bucket_cap_mb=0.001)
+    masks = training_masks(drafter.config, rows.anchor_positions, rows.document_ids)
+    positions = block_position_ids(rows.position_ids, rows.anchor_positions, drafter.config.block_size)
+    wrapped(noise, context, masks, positions).last_hidden_state.sum().backward()
+    assert len(graphs) == 2, "one graph per kind of layer"
     torch.compiler.reset()
 
 

@@ -12,7 +12,9 @@ from runs import make_documents, make_trainer
 from tiny import dense_target
 from transformers import TrainerCallback
 
+from dflash_hf.runs import launching
 from dflash_hf.runs.interrupts import INTERRUPTED_STATUS, Interrupts, TrainingInterrupted
+from dflash_hf.runs.launching import GRACE, LAUNCHED, tell_of_grace
 
 
 @pytest.fixture(scope="module")
@@ -123,3 +125,29 @@ def test_several_ranks_stop_once_the_sum_of_their_flags_says_so():
     interrupts.agree(torch.tensor(1.0))
     interrupts.on_step_end(None, State, control)
     assert control.should_training_stop and control.should_save
+
+
+@pytest.mark.parametrize(
+    ("launched", "grace", "num_bytes", "told"),
+    [(True, None, 20e9, True), (True, None, 10e9, False), (True, "300", 20e9, False), (False, None, 20e9, False)],
+)
+def test_a_launcher_that_may_kill_before_a_checkpoint_is_written_is_told_of(
+    monkeypatch, caplog, launched, grace, num_bytes, told
+):
+    monkeypatch.delenv(LAUNCHED, raising=False)
+    monkeypatch.delenv(GRACE, raising=False)
+    if launched:
+        monkeypatch.setenv(LAUNCHED, "none")
+    if grace is not None:
+        monkeypatch.setenv(GRACE, grace)
+    tell_of_grace(int(num_bytes))
+    said = "A checkpoint takes 20.0 GB, and the launcher kills its ranks 30 s after it gets SIGTERM"
+    assert (said in caplog.text and f"{GRACE}=300" in caplog.text) == told
+    assert told or not caplog.text
+
+
+def test_a_run_says_it_before_its_first_step(target, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv(LAUNCHED, "none")
+    monkeypatch.setattr(launching, "BYTES_PER_SECOND", 1e3)
+    make_trainer(tmp_path, target, max_steps=1, save_strategy="no").train()
+    assert "the launcher kills its ranks" in caplog.text

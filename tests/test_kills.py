@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from runs import finish, start, train, wait_for_step
@@ -98,7 +99,7 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_weights(whole, tmp_pa
 
 @pytest.mark.parametrize("where", ["make_manifest", slow("publish"), slow("_flush")])
 def test_a_run_killed_while_a_checkpoint_is_written_goes_on_from_a_complete_one(whole, tmp_path, where):
-    """Before the manifest, before the flush, and while files are flushed."""
+    """Before the manifest, before the name, and while files are flushed, by when it is complete."""
     processes = start(training_that_stalls, str(tmp_path), 20, where, log=tmp_path / "log")
     deadline = time.monotonic() + 60
     while not (tmp_path / "stalled").exists():
@@ -107,8 +108,9 @@ def test_a_run_killed_while_a_checkpoint_is_written_goes_on_from_a_complete_one(
     processes[0].kill()
     finish(processes)
     names = sorted(path.name for path in (tmp_path / "run").glob("*-*"))
-    assert names == ["_incomplete-checkpoint-20", "checkpoint-10"]
-    assert not manifest_problems(tmp_path / "run" / "checkpoint-10")
+    named = where == "_flush"
+    assert names == (["checkpoint-10", "checkpoint-20"] if named else ["_incomplete-checkpoint-20", "checkpoint-10"])
+    assert not manifest_problems(tmp_path / "run" / f"checkpoint-{20 if named else 10}")
     assert finish(start(train, str(tmp_path), resume=True, log=tmp_path / "log")) == [0]
     assert_same_end(tmp_path, whole[1], 1)
     assert not list((tmp_path / "run").glob("_*"))
@@ -214,6 +216,23 @@ def signal_launcher(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_launcher_reaches_the_ranks(tmp_path, number):
     signal_launcher(tmp_path, number, TWO_GLOO_RANKS, {"ACCELERATE_USE_CPU": "true"})
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGINT), slow(signal.SIGKILL)])
+def test_the_end_of_the_launcher_of_a_single_process_ends_it_with_a_checkpoint(tmp_path, number):
+    """accelerate passes no signal on to a single process, which would train on for itself."""
+    process = launched(tmp_path, ("--cpu",), {}, seconds=0.05)
+    while not (tmp_path / "step-0").exists():
+        assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
+        time.sleep(0.05)
+    (run,) = psutil.Process(process.pid).children()
+    process.send_signal(number)
+    process.wait(60)
+    run.wait(60)
+    log = (tmp_path / "log").read_text()
+    newest = last_complete_checkpoint(tmp_path / "run")
+    assert newest is not None and (tmp_path / "step-0").read_text() == newest.name.split("-")[1], log[-2000:]
+    assert log.count("The launcher has ended") == 1 and "The run is interrupted after step" in log
 
 
 def run_with_workers(folder: Path, **arguments) -> tuple[subprocess.Popen, Path]:

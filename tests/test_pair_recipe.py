@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from dflash_hf import DFlashDraftConfig, DFlashTrainingArguments
 from dflash_hf.cli import parse_config
+from dflash_hf.runs import checkpointing
 from dflash_hf.runs.planning import TARGET_EFFICIENCY, check_memory, make_plan
 from dflash_hf.runs.preflight import check_copy, check_upload
 from dflash_hf.runs.profiling import copy_overlap
@@ -198,8 +199,18 @@ def test_losses_are_compared_over_the_same_steps_alone(monkeypatch, tmp_path, ca
     assert "largest difference 1 in 4 logs" in printed and "no log of the same steps" in printed
 
 
-def test_the_preflight_tries_everything_and_leaves_nothing(run, capsys):
+def test_the_preflight_tries_everything_and_leaves_nothing(run, capsys, monkeypatch):
+    written = []
+
+    def publish(aside, final):
+        written.append(final.name)
+        original(aside, final)
+
+    original = checkpointing.publish
+    monkeypatch.setattr(checkpointing, "publish", publish)
     output = run("--preflight", "true")
+    # A drafter of 1.7 billion parameters writes 21 GB each time.
+    assert written == ["checkpoint-2"]
     assert len(json.loads((output / "preflight.json").read_text())) == 4
     assert sorted(path.name for path in output.iterdir()) == ["preflight.json"]
     assert capsys.readouterr().out.count(": ok") == 4

@@ -93,7 +93,7 @@ def command(folder: Path, config: str, runs: dict, *words: str, launcher: tuple[
 
 
 def environment() -> dict[str, str]:
-    paths = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
+    paths = os.pathsep.join([str(ROOT / "tests"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 

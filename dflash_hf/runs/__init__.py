@@ -5,7 +5,8 @@ In reading order:
 
 - before: `operations` (how much work a step is), `model_shapes` (and memory), `planning` (devices, steps, hours),
   `preflight` (every part once, on the machine itself), `launching`;
-- during: `guards` (steps that are not finite, losses that cannot fall), `host_copies`, `interrupts`, `profiling`,
+- during: `guards` (steps that are not finite, losses that cannot fall), `host_copies`, `interrupts` (signals),
+  `launcher_end` (a launcher that passed none on), `profiling`,
   `rank_comparison` (weights over the ranks);
 - behind: `checkpoint_differences` (weights of several runs);
 - its checkpoints: `output_lock` (one run at a time writes them), `checkpointing` (complete or absent), `rotation` (old

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that are complete or absent: written aside, listed in a manifest, flushed to disk and renamed."""
+"""Checkpoints that are complete or absent: written aside, listed in a manifest, renamed and flushed to disk.
+
+All of that is quick, since a launcher or a scheduler gives an interrupted run some thirty seconds, in which a drafter
+of 1.7 billion parameters has 21 GB to write.
+"""
 
 import errno
 import hashlib
@@ -9,6 +13,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +33,9 @@ ASIDE_PREFIX = "_incomplete-"
 # A pickle of the arguments that nothing here reads again.
 UNLISTED = (MANIFEST_NAME, "training_args.bin")
 SPARE_BYTES = 16 * 2**20
+# A checksum is that of so many bytes, so that threads compute those of a large file side by side.
+PART_BYTES = 2**28
+NUM_THREADS = 8
 _CHECKPOINT = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 
 
@@ -44,13 +52,26 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def crc32_of(path: Path) -> str:
-    """The file's CRC-32 in hexadecimal: a few seconds for the 20 GB of a checkpoint, where SHA-256 takes a dozen."""
+def crc32_of(path: Path) -> list[str]:
+    """The CRC-32 in hexadecimal of each 256 MiB of the file: fast enough for the 20 GB of a checkpoint."""
+    starts = range(0, max(path.stat().st_size, 1), PART_BYTES)
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        return list(pool.map(lambda start: _crc32(path, start, PART_BYTES), starts))
+
+
+def _crc32(path: Path, start: int, length: int | None) -> str:
     checksum = 0
     with path.open("rb") as file:
-        while part := file.read(2**22):
+        file.seek(start)
+        while part := file.read(2**22 if length is None else min(2**22, length)):
             checksum = zlib.crc32(part, checksum)
+            length = None if length is None else length - len(part)
     return f"{checksum:08x}"
+
+
+def _has_crc32(path: Path, expected: str | list[str]) -> bool:
+    # Earlier versions wrote that of the whole file.
+    return expected == (_crc32(path, 0, None) if isinstance(expected, str) else crc32_of(path))
 
 
 def make_manifest(folder: Path, with_hashes: bool = False) -> dict[str, Any]:
@@ -99,7 +120,7 @@ def manifest_problems(folder: str | Path) -> list[str]:
             problems.append(f"{name} has {path.stat().st_size} bytes instead of {entry['size']}")
         elif "sha256" in entry and sha256_of(path) != entry["sha256"]:
             problems.append(f"{name} has another hash")
-        elif "crc32" in entry and crc32_of(path) != entry["crc32"]:
+        elif "crc32" in entry and not _has_crc32(path, entry["crc32"]):
             problems.append(f"{name} has another checksum")
     return problems
 
@@ -114,19 +135,26 @@ def step_of(folder: str | Path) -> int | None:
 
 
 def publish(aside: Path, final: Path) -> None:
-    """Flush a finished folder to disk and give it its name, in the place of an older one of that name."""
-    for path in [*aside.rglob("*"), aside]:
-        _flush(path)
+    """Give a finished folder its name, in the place of an older one of that name, and flush it to disk.
+
+    In this order, since a kill loses nothing that was written, and a disk of 1 GB/s takes 20 seconds. What a machine
+    loses that goes down meanwhile is known by the checksums.
+    """
+    replaced = final.with_name(f"{ASIDE_PREFIX}replaced-{final.name}")
+    shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
         # Both are complete, so a kill between the two renames leaves the new one to be found.
-        replaced = final.with_name(f"{ASIDE_PREFIX}replaced-{final.name}")
-        shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
-        aside.rename(final)
-        shutil.rmtree(replaced, ignore_errors=True)
-    else:
-        aside.rename(final)
-    _flush(final.parent)
+    aside.rename(final)
+    try:
+        for path in [*final.rglob("*"), final, final.parent]:
+            _flush(path)
+    except OSError:
+        final.rename(aside)
+        if replaced.exists():
+            replaced.rename(final)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _flush(path: Path) -> None:
@@ -268,15 +296,11 @@ def _write_files(trainer: Any, aside: Path, final: Path, write_more: Callable[[P
     """What Trainer writes, by its own parts: as a whole it would write under the final name."""
     args, state, folder = trainer.args, trainer.state, str(aside)
     trainer.store_flos()
-    trainer.save_model(folder, _internal_call=True)
+    _write_weights_and_states(trainer, folder)
     if state.best_global_step:
         best = final.with_name(f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
         if best == final or best.exists():
             state.best_model_checkpoint = str(best)
-    if not args.save_only_model:
-        trainer._save_optimizer_and_scheduler(folder)
-        trainer._save_scaler(folder)
-        trainer._save_rng_state(folder)
     if args.should_save:
         exported: dict[str, Any] = {}
         for callback in [*trainer.callback_handler.callbacks, trainer.control]:
@@ -285,6 +309,26 @@ def _write_files(trainer: Any, aside: Path, final: Path, write_more: Callable[[P
         state.stateful_callbacks = {k: v if len(v) > 1 else v[0] for k, v in exported.items()}
         state.save_to_json(os.path.join(folder, "trainer_state.json"))
         write_more(aside)
+
+
+def _write_weights_and_states(trainer: Any, folder: str) -> None:
+    def write_states() -> None:
+        trainer._save_optimizer_and_scheduler(folder)
+        trainer._save_scaler(folder)
+        trainer._save_rng_state(folder)
+
+    if trainer.args.save_only_model:
+        trainer.save_model(folder, _internal_call=True)
+    elif trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        # Both collect what is spread over the ranks, and two collectives at the same time would mix.
+        trainer.save_model(folder, _internal_call=True)
+        write_states()
+    else:
+        # Each waits for copies to the host and into files, which one thread makes at a fraction of a disk's rate.
+        with ThreadPoolExecutor(1) as pool:
+            states = pool.submit(write_states)
+            trainer.save_model(folder, _internal_call=True)
+            states.result()
 
 
 __all__ = [

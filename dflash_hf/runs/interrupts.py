@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGTERM and SIGINT end a run at the end of a step, with a checkpoint, at the same step on every rank."""
+"""SIGTERM, SIGINT or the launcher's end end a run at the end of a step, with a checkpoint, the same on every rank."""
 
 import multiprocessing
 import os
@@ -18,6 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 from transformers.utils import logging
 
 from .host_copies import HostCopy
+from .launcher_end import LAUNCHER_ENDED, forget_launcher, watch_launcher
 
 
 logger = logging.get_logger(__name__)
@@ -95,6 +96,7 @@ class Interrupts(TrainerCallback):
         self._wakeup_before = -1
         self._pipe: tuple[int, int] | None = None
         self._thread: threading.Thread | None = None
+        self._watches_launcher = False
 
     def install(self) -> None:
         """Take over both signals until [`remove`] (in the main thread; elsewhere they stay as they are)."""
@@ -107,15 +109,18 @@ class Interrupts(TrainerCallback):
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        for number in SIGNALS:
+        for number in SIGNALS if LAUNCHER_ENDED is None else (*SIGNALS, LAUNCHER_ENDED):
             self._before[number] = signal.signal(number, lambda *_: None)
         self._thread = threading.Thread(target=self._read, args=(self._pipe[0],), name="interrupts", daemon=True)
         self._thread.start()
+        self._watches_launcher = watch_launcher()
 
     def remove(self) -> None:
         """Give the signals back."""
         if self._pipe is None:
             return
+        if self._watches_launcher:
+            forget_launcher()
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
@@ -135,6 +140,13 @@ class Interrupts(TrainerCallback):
         while (number := os.read(descriptor, 1)) != NO_MORE:
             if number[0] in SIGNALS:
                 self._receive(signal.Signals(number[0]))
+            elif number[0] == LAUNCHER_ENDED and self.received is None:
+                # After a signal of its own, such as one from the keyboard, this says nothing new.
+                self.received, self._first = signal.SIGTERM, time.monotonic()
+                logger.warning(
+                    "The launcher has ended, by a signal that it did not pass on: training ends after this step with "
+                    f"a checkpoint and status {INTERRUPTED_STATUS}."
+                )
         os.close(descriptor)
 
     def _receive(self, number: signal.Signals) -> None:

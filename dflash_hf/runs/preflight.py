@@ -17,6 +17,7 @@ import fsspec
 import torch
 import torch.distributed as dist
 from huggingface_hub import HfApi
+from transformers import TrainerCallback
 
 from ..target.feature_transfer import FeatureTransfer
 from ..target.frozen_target import FrozenTarget
@@ -151,6 +152,13 @@ def check_all_reduce(device: torch.device, seconds: float = ALL_REDUCE_SECONDS) 
         raise RuntimeError("Sums over the ranks are wrong: set NCCL_P2P_DISABLE=1 and try again.")
 
 
+class _OneCheckpoint(TrainerCallback):
+    """Keeps Trainer from a checkpoint at the end too, which for a large drafter takes as long as all of the steps."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_save = state.global_step == args.save_steps
+
+
 def check_training(
     make_trainer: "Callable[[DFlashTrainingArguments, Any], DFlashTrainer]",
     args: DFlashTrainingArguments,
@@ -171,6 +179,7 @@ def check_training(
     }.items():  # fmt: skip
         setattr(short, name, value)
     trainer: Any = make_trainer(short, None)
+    trainer.add_callback(_OneCheckpoint())
     few = [trainer.train_dataset.documents[i] for i in range(min(4, len(trainer.train_dataset.documents)))]
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -181,6 +190,7 @@ def check_training(
     del trainer
     gc.collect()
     resumed = make_trainer(short, None)
+    resumed.add_callback(_OneCheckpoint())
     resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
     again = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
     tolerance = 0 if args.device.type == "cpu" else 1e-2 * abs(losses[-1])

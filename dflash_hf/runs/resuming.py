@@ -22,6 +22,7 @@ from .checkpointing import (
     manifest_problems,
     step_of,
 )
+from .launching import tell_of_grace
 from .record import CONFIG_FIELDS_OF_SAVING, check_record, is_same_run
 from .remote_checkpoints import SNAPSHOT_PREFIX
 from .remote_store import check_address, fetch_checkpoint, remote_steps
@@ -44,8 +45,11 @@ def prepare_output(trainer: Any) -> None:
         clean_up(folder)
         for left in [path for prefix in (SNAPSHOT_PREFIX, STAGING_PREFIX) for path in folder.glob(f"{prefix}*")]:
             shutil.rmtree(left, ignore_errors=True)
+    num_bytes = checkpoint_bytes(trainer.model, None, args.save_only_model)
     if args.save_strategy != SaveStrategy.NO:
-        check_disk_space(folder, checkpoint_bytes(trainer.model, None, args.save_only_model))
+        check_disk_space(folder, num_bytes)
+    # An interrupted run writes one whatever its strategy.
+    tell_of_grace(num_bytes)
     if args.save_only_model:
         logger.warning(
             "save_only_model=True: checkpoints hold no optimizer, so a run that is killed or interrupted cannot go on."

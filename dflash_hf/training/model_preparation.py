@@ -188,6 +188,10 @@ def compile_layers(model: DFlashDraftModel, **kwargs) -> None:
     # Training and evaluation, layer kinds and the last, shorter batch are graphs of one function; falling back to
     # uncompiled flex attention would need the memory of all queries times all keys.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
+    # Data parallel training would cut each layer's graph where a bucket of 25 MB of its parameters is full: pieces
+    # that do not fuse, keep more for the backward and round otherwise than one rank's. Gradients cross under the
+    # backward of the layers before as it is.
+    torch._dynamo.config.optimize_ddp = False
     for layer in model.layers:
         layer.compile(dynamic=False, **kwargs)
 
