@@ -21,6 +21,8 @@ from .checkpoint_tensors import (
 from .config_rules import field_problems, layout_problems, missing_problems
 
 
+# What a folder of an adapter holds in place of config.json.
+ADAPTER_CONFIG = "adapter_config.json"
 # Fields that stand at the top level or in `dflash_config`.
 OWN_FIELDS = ("block_size", "target_layer_ids", "mask_token_id", "num_target_layers")
 
@@ -63,6 +65,38 @@ def read_config(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     problems += missing_problems(config) + field_problems(config)
     config["is_causal"], causal_problems = _read_causality(config, nested or {})
     return config, problems + causal_problems
+
+
+def is_adapter_folder(folder: str | Path) -> bool:
+    """Whether a folder holds an adapter and no whole drafter."""
+    return not (Path(folder) / "config.json").is_file() and (Path(folder) / ADAPTER_CONFIG).is_file()
+
+
+def refuse_adapter(folder: str | Path) -> None:
+    """Refuse the folder of an adapter where a whole drafter is to be read.
+
+    Args:
+        folder: A local folder; anything else passes.
+
+    Raises:
+        ValueError: Saying how to make a drafter of it.
+    """
+    if is_adapter_folder(folder):
+        raise ValueError(
+            f"{folder} holds an adapter ({ADAPTER_CONFIG}) and no whole drafter. {merging_advice(folder)}"
+        )
+
+
+def merging_advice(folder: str | Path) -> str:
+    """How to make a drafter of an adapter."""
+    merged = (
+        f" {folder}/merged is one, as recipes/adapt_drafter.py leaves it." if Path(folder, "merged").is_dir() else ""
+    )
+    return (
+        f"Give the folder of the merged drafter.{merged} To make one: "
+        f"dflash_hf.training.drafter_adapters.merge_adapter({str(folder)!r}).save_pretrained(NEW_FOLDER, "
+        "dtype=torch.bfloat16)."
+    )
 
 
 def problem_report(headline: str, problems: list[str]) -> str:

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import extract_commit_hash
 
-from .checkpoint_format import checkpoint_problems, problem_report
+from .checkpoint_format import checkpoint_problems, problem_report, refuse_adapter
 from .checkpoint_tensors import (
     WEIGHT_DTYPES,
     expected_tensors,
@@ -46,6 +46,7 @@ def check_checkpoint(
         ValueError: With everything that is wrong, one a line.
     """
     folder = fetch_checkpoint(path, **download)
+    refuse_adapter(folder)
     headline = f"{path} is not a drafter that this package can load"
     # A configuration that was read as another class has that class's defaults where the file has none.
     if config is None or (isinstance(config, PreTrainedConfig) and not isinstance(config, DFlashDraftConfig)):

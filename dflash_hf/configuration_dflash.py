@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.utils import logging
 
-from .checkpoint_format import OWN_FIELDS, lift_nested, normalize_config, problem_report
+from .checkpoint_format import OWN_FIELDS, lift_nested, normalize_config, problem_report, refuse_adapter
 from .config_rules import field_problems
 
 
@@ -184,6 +184,7 @@ class DFlashDraftConfig(Qwen3Config):
                 validate_repo_id(name)
             except HFValidationError as error:
                 raise FileNotFoundError(f"{name} is neither a folder nor a repository id ({error}).") from error
+        refuse_adapter(name)
         config_dict, kwargs = cls.get_config_dict(name, **kwargs)
         return cls.from_dict(config_dict, **kwargs)
 

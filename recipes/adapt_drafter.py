@@ -23,8 +23,9 @@ from dflash_hf.cli import errors_in_one_line, parse_config, refuse_unused
 from dflash_hf.data.manifest import read_manifest
 from dflash_hf.publishing.training_facts import FACTS_NAME, read_facts
 from dflash_hf.runs.launching import end_together
+from dflash_hf.runs.lifecycle import begin
 from dflash_hf.training.batches import documents_reader
-from dflash_hf.training.partial_training import plain_drafter
+from dflash_hf.training.partial_training import check_part, plain_drafter
 from dflash_hf.training.refused_options import check_scripted
 
 
@@ -63,25 +64,23 @@ def run(adapt: AdaptArguments, args: DFlashTrainingArguments) -> None:
     """Evaluate, train, evaluate, merge, save."""
     with errors_in_one_line():
         drafter = DFlashDraftModel.from_pretrained(adapt.drafter)
+        peft_config = adapter_of(adapt, args)
+        check_part(drafter, peft_config, args.trainable_modules)
         warn_of_another_objective(adapt.drafter, args.objective)
         tokenizer = AutoTokenizer.from_pretrained(adapt.target)
         train_documents, eval_documents = read_documents(adapt, args, tokenizer)
-        peft_config = None
-        if adapt.lora_rank and args.trainable_modules is None:
-            # Needs peft, which training the drafter itself does not.
-            from dflash_hf.training.drafter_adapters import lora_config
-
-            modules = {"target_modules": adapt.lora_modules} if adapt.lora_modules else {}
-            peft_config = lora_config(adapt.lora_rank, adapt.lora_alpha, **modules)
-    trainer = DFlashTrainer(
-        drafter,
-        adapt.target,
-        args,
-        train_dataset=train_documents,
-        eval_dataset=eval_documents,
-        processing_class=tokenizer,
-        peft_config=peft_config,
-    )
+        trainer = DFlashTrainer(
+            drafter,
+            adapt.target,
+            args,
+            train_dataset=train_documents,
+            eval_dataset=eval_documents,
+            processing_class=tokenizer,
+            peft_config=peft_config,
+        )
+        if args.resume_from_checkpoint:
+            # A checkpoint of something else shows before the drafter is measured.
+            begin(trainer, None)
     before = trainer.evaluate() if eval_documents is not None else None
     trainer.train()
     trainer.save_model()
@@ -89,6 +88,17 @@ def run(adapt: AdaptArguments, args: DFlashTrainingArguments) -> None:
     if args.process_index == 0:
         save_merged(trainer, Path(args.output_dir))
         report(before, after, Path(args.output_dir))
+
+
+def adapter_of(adapt: AdaptArguments, args: DFlashTrainingArguments) -> Any:
+    """The configuration of the adapter, or None where the drafter itself is trained."""
+    if adapt.lora_rank == 0 or args.trainable_modules is not None:
+        return None
+    # Needs peft, which training the drafter itself does not.
+    from dflash_hf.training.drafter_adapters import lora_config
+
+    modules = {} if adapt.lora_modules is None else {"target_modules": adapt.lora_modules}
+    return lora_config(adapt.lora_rank, adapt.lora_alpha, **modules)
 
 
 def warn_of_another_objective(drafter: str, objective: str) -> None:

@@ -54,13 +54,25 @@ from dflash_hf.target.loading import load_model
 
 # Seconds after which what is measured so far is written once more.
 WRITE_EVERY = 60.0
-OF_DECODING_HERE = ("target", "drafters", "sample_drafts", "dtype", "device", "check_walk", "use_cache")
+OF_DECODING_HERE = (
+    "target",
+    "target_model_init_kwargs",
+    "drafters",
+    "sample_drafts",
+    "dtype",
+    "device",
+    "check_walk",
+    "use_cache",
+)
 OF_SERVERS = ("model", "plain_server", "concurrency", "timeout")
 
 
 @dataclass
 class EvaluationArguments:
     target: str | None = field(default=None, metadata={"help": "Hub id or folder of the target."})
+    target_model_init_kwargs: dict[str, Any] | None = field(
+        default=None, metadata={"help": "Arguments of from_pretrained for the target, a quantisation say, as JSON."}
+    )
     drafters: list[str] | None = field(default=None, metadata={"help": "Hub ids or folders of drafters."})
     prompts: str | None = field(default=None, metadata={"help": "File or folder of prompts or chats."})
     presets: list[str] | None = field(default=None, metadata={"help": f"Known prompts: {', '.join(PRESETS)}."})
@@ -108,6 +120,11 @@ class EvaluationArguments:
             raise ValueError(f"dtype is {self.dtype!r}; expected auto, bfloat16, float16 or float32.")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; expected a number from 0 on, below 2**63.")
+        if "token" in (self.target_model_init_kwargs or {}):
+            raise ValueError(
+                "target_model_init_kwargs holds a token, which would stand in the results. Set the environment "
+                "variable HF_TOKEN, or log in with `hf auth login`."
+            )
         check_device(self.device)
         if importlib.util.find_spec("matplotlib") is None:
             raise ValueError("The plots need matplotlib: `pip install 'dflash_hf[evaluation]'`.")
@@ -351,8 +368,13 @@ def load_target(args: EvaluationArguments, prompts: list[EvaluationPrompt]) -> t
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     ids = prompt_token_ids(prompts, tokenizer, args.enable_thinking)
-    model: Any = load_model(str(args.target), None, {"dtype": args.dtype})
-    return model.to(device).eval(), ids
+    kwargs = args.target_model_init_kwargs
+    if not kwargs:
+        model: Any = load_model(str(args.target), None, {"dtype": args.dtype})
+        return model.to(device).eval(), ids
+    # Quantised weights are made where they will be, and some cannot be moved.
+    model = load_model(str(args.target), device, {"dtype": args.dtype, **kwargs}).eval()
+    return model if model.device.type == torch.device(device).type else model.to(device), ids
 
 
 def measure_servers(args: EvaluationArguments, results: Results) -> None:

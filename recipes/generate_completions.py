@@ -5,8 +5,11 @@
     python recipes/generate_completions.py --server http://127.0.0.1:8000/v1 --target NAME_ON_THE_SERVER ...
 
 A prompt is a row `{"prompt": "..."}` or `{"messages": [...]}`, read from all that training data is read from: JSON
-lines or one JSON list, compressed or not, Parquet, a folder or an address of such files. Its other fields, but those
-of an earlier answer, stay in the answered row:
+lines or one JSON list, compressed or not, Parquet, a folder or an address of such files. The row of a server's log,
+`{"request": {...}, "response": {...}}`, is answered again: its messages, tools and chat_template_kwargs are asked, and
+what else stands in the request (its model, its sampling) gives way to the options of this command. A chat that ends in
+an answer is refused unless `--drop_answers true` says that it is to get a new one. Other fields, but those of an
+earlier answer, stay in the answered row:
 
     {"messages": [..., {"role": "assistant", "content": "...", "reasoning_content": "..."}],
      "finish_reason": "stop" | "length", "completion_token_ids": [...]}
@@ -41,10 +44,11 @@ from transformers import (
 
 from dflash_hf.cli import parse_config, refuse_unused
 from dflash_hf.data.addresses import is_remote
-from dflash_hf.data.chat_messages import RowError, clean_tools, nesting_limited, parsed, without_none
-from dflash_hf.data.chat_rows import TOKEN_ID_KEYS, template_kwargs
+from dflash_hf.data.chat_messages import RowError, clean_messages, clean_tools, nesting_limited, parsed, without_none
+from dflash_hf.data.chat_rows import TOKEN_ID_KEYS, requested, template_kwargs
 from dflash_hf.data.conversations import SOURCE_KEY, read_completions
 from dflash_hf.decoding.completion_client import AnswerError, CompletionServer
+from dflash_hf.decoding.prompts import EvaluationPrompt, prompt_token_ids
 from dflash_hf.one_writer import only_writer
 from dflash_hf.target.loading import eos_token_ids, load_model
 
@@ -60,7 +64,9 @@ class CompletionArguments:
     """Which target answers which prompts, and how."""
 
     target: str = field(metadata={"help": "Folder or Hub id of the target, or its name on the server."})
-    prompts: str = field(metadata={"help": 'File, folder or address of {"prompt": "..."} or {"messages": [...]}.'})
+    prompts: str = field(
+        metadata={"help": 'File, folder or address of {"prompt": "..."}, {"messages": [...]} or logs.'}
+    )
     output: str = field(metadata={"help": "JSON lines of answered rows; what is answered there is not asked again."})
     max_new_tokens: int = field(default=512, metadata={"help": "Longest answer, in tokens."})
     temperature: float = field(default=0.0, metadata={"help": "Sampling temperature; 0 takes the best token."})
@@ -77,6 +83,7 @@ class CompletionArguments:
     )
     retries: int = field(default=8, metadata={"help": "How often a prompt is asked again after a failure."})
     return_token_ids: bool = field(default=True, metadata={"help": "Ask the server for token ids (vLLM has them)."})
+    drop_answers: bool = field(default=False, metadata={"help": "Leave out the answer in which a chat ends."})
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1 or self.batch_size < 1 or self.concurrency < 1:
@@ -111,21 +118,23 @@ class CompletionArguments:
             )
 
 
-def read_prompts(path: str | os.PathLike) -> list[dict]:
+def read_prompts(path: str | os.PathLike, drop_answers: bool = False) -> list[dict]:
     """Read the prompts as rows with `messages` that the target is to answer, other fields kept.
 
     Args:
         path: As in `read_completions`: a file of JSON (compressed or not) or of Parquet, or a folder of them.
+        drop_answers: Whether a chat that ends in an answer is a prompt without it.
 
     Raises:
         FileNotFoundError: No such file.
         ValueError: A row that is no prompt, named by its place; no prompt at all; or a file of another kind.
     """
-    return [prompt_of(row, row.pop(SOURCE_KEY)) for row in read_completions(path)]
+    return [prompt_of(row, row.pop(SOURCE_KEY), drop_answers) for row in read_completions(path)]
 
 
-def prompt_of(row: dict, place: str) -> dict:
+def prompt_of(row: dict, place: str, drop_answers: bool) -> dict:
     """The prompt of a row, as `messages`, without an earlier answer."""
+    row = requested(row) if isinstance(row.get("request"), dict) else row
     # Of Parquet, a column that a row lacks is None.
     empty = [name for name in ("prompt", "messages", "tools", "chat_template_kwargs") if row.get(name) is None]
     row = {name: value for name, value in row.items() if name not in ANSWER_FIELDS and name not in empty}
@@ -143,16 +152,30 @@ def prompt_of(row: dict, place: str) -> dict:
                 isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
             ):
                 raise RowError("no messages", '"messages" should be a list of objects with "role" and "content".')
-            row["messages"] = [plain(message) for message in messages]
+            row["messages"] = unanswered([plain(message) for message in messages], drop_answers)
             if "tools" in row:
                 row["tools"] = clean_tools(row["tools"]) or []
             if "chat_template_kwargs" in row:
                 row["chat_template_kwargs"] = template_kwargs(row["chat_template_kwargs"])
     except RowError as error:
         raise ValueError(f"{place}: {error}") from error
-    if not messages or messages[-1]["role"] not in ("user", "tool"):
+    if not row["messages"] or row["messages"][-1]["role"] not in ("user", "tool"):
         raise ValueError(f'{place}: the last message should come from "user" or "tool", so that it can be answered.')
     return row
+
+
+def unanswered(messages: list[dict], drop_answers: bool) -> list[dict]:
+    """A chat up to the answer in which it ends."""
+    end = len(messages)
+    while end and messages[end - 1]["role"] == "assistant":
+        end -= 1
+    if 0 < end < len(messages) and not drop_answers:
+        raise RowError(
+            "answered",
+            f"the chat ends in an answer already, {messages[-1]['content'][:40]!r}. To have a new one in its place, "
+            "give `--drop_answers true`; otherwise leave the row out.",
+        )
+    return messages[:end]
 
 
 def plain(message: dict) -> dict:
@@ -298,19 +321,22 @@ def load_target(arguments: CompletionArguments) -> tuple[PreTrainedModel, PreTra
 
 def tokenize_prompts(prompts: list[dict], tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[list[int]]:
     """Write each prompt out by the chat template, up to where the answer begins; none may exceed `max_length`."""
-    tokenized: list[list[int]] = []
-    for prompt in prompts:
+    chats = []
+    for number, prompt in enumerate(prompts, start=1):
+        try:
+            # As training data is written out, whose tool calls and parts of text templates would take otherwise.
+            messages = clean_messages(prompt["messages"])
+        except RowError as error:
+            raise ValueError(f"Prompt {number}: {error}") from error
         options = prompt.get("chat_template_kwargs", {})
-        encoding = tokenizer.apply_chat_template(
-            prompt["messages"], tools=prompt.get("tools"), add_generation_prompt=True, return_dict=True, **options
-        )
-        input_ids = encoding["input_ids"]
+        chats.append(EvaluationPrompt(messages, tools=prompt.get("tools"), template_kwargs=options))
+    tokenized = prompt_token_ids(chats, tokenizer)
+    for number, input_ids in enumerate(tokenized, start=1):
         if len(input_ids) > max_length:
             raise ValueError(
-                f"Prompt {len(tokenized) + 1} has {len(input_ids)} tokens, but the target's positions leave room for "
+                f"Prompt {number} has {len(input_ids)} tokens, but the target's positions leave room for "
                 f"{max_length} beside max_new_tokens. Shorten the prompt or lower max_new_tokens."
             )
-        tokenized.append(input_ids)
     return tokenized
 
 
@@ -448,7 +474,7 @@ def write_in_order(output: Path, keys: list[bytes]) -> None:
 def main(arguments: CompletionArguments) -> int:
     """Answer what the output lacks, leave it in the order of the prompts, and return the exit status."""
     output = Path(arguments.output)
-    prompts = read_prompts(arguments.prompts)
+    prompts = read_prompts(arguments.prompts, arguments.drop_answers)
     if arguments.enable_thinking is not None:
         options = {"enable_thinking": arguments.enable_thinking}
         prompts = [

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dflash_hf import DFlashDraftModel
+from dflash_hf.checkpoint_format import is_adapter_folder
 from dflash_hf.cli import parse_config
 from dflash_hf.publishing.card_results import load_results
 from dflash_hf.publishing.model_card import CardOptions
@@ -25,8 +26,14 @@ from dflash_hf.publishing.training_facts import read_facts
 class PublishArguments:
     drafter: str = field(metadata={"help": "Folder of the drafter, or of an adapter, which is merged."})
     repo_id: str = field(metadata={"help": "Repository on the Hub, OWNER/NAME."})
+    base: str | None = field(
+        default=None, metadata={"help": "Drafter of an adapter, where it is no longer where the adapter says."}
+    )
     base_model: str | None = field(
         default=None, metadata={"help": "Hub id of the target; by default the one that the run recorded."}
+    )
+    adapted_from: str | None = field(
+        default=None, metadata={"help": "Hub id of the drafter it was adapted from; by default the recorded one."}
     )
     results: str | None = field(
         default=None, metadata={"help": "results.json of evaluate_acceptance.py; by default that in the folder."}
@@ -84,12 +91,13 @@ def build(args: PublishArguments, folder: Path) -> Publication:
         plots = [path for path in sorted(source.glob("*.png")) if path.name != PLOT_NAME]
     options = CardOptions(
         base_model=args.base_model,
+        adapted_from=args.adapted_from,
         license=args.license,
         languages=args.languages or (),
         limits=args.limits or (),
     )
     return build_repository(
-        load(source),
+        load(source, args.base),
         folder,
         args.repo_id,
         facts=read_facts(source),
@@ -101,13 +109,15 @@ def build(args: PublishArguments, folder: Path) -> Publication:
     )
 
 
-def load(folder: Path) -> DFlashDraftModel:
+def load(folder: Path, base: str | None) -> DFlashDraftModel:
     """The drafter of a folder; that of an adapter is merged."""
-    if not (folder / "adapter_config.json").is_file():
+    if not is_adapter_folder(folder):
+        if base is not None:
+            raise ValueError(f"base={base} has no effect on {folder}, which is no folder of an adapter. Leave it out.")
         return DFlashDraftModel.from_pretrained(str(folder))
     from dflash_hf.training.drafter_adapters import merge_adapter
 
-    return merge_adapter(folder)
+    return merge_adapter(folder, base)
 
 
 if __name__ == "__main__":

@@ -72,6 +72,12 @@ def target_eos_ids(target: str) -> list[int]:
 def report(arguments: TokenizeArguments, tokenizer: PreTrainedTokenizerBase, manifest: dict[str, Any]) -> None:
     """Print the summary, and show what is supervised."""
     print(format_summary(manifest))
+    empty = [split for split in ("train", "eval") if not manifest["documents"].get(split)]
+    if arguments.eval_fraction and len(empty) == 1:
+        print(
+            f"eval_fraction={arguments.eval_fraction} leaves no document of the split {empty[0]}: conversations are "
+            "drawn by their prompts, and these are few. Tokenise rows of your own choice apart, and name both folders."
+        )
     if arguments.plot:
         plot_lengths(manifest, arguments.plot)
     if not manifest["documents"].get("train"):
@@ -94,7 +100,10 @@ def report(arguments: TokenizeArguments, tokenizer: PreTrainedTokenizerBase, man
                 "which training refuses: give it a larger row_length, or tokenise into another folder with "
                 f"--max_length {arguments.row_length}"
             )
-    print(f"The documents are in {arguments.output}; next: recipes/train_qwen36.py --completions {arguments.output}")
+    print(
+        f"The documents are in {arguments.output}; next: recipes/train_qwen36.py --completions {arguments.output}, or "
+        f"recipes/adapt_drafter.py --documents {arguments.output} for a drafter that there is"
+    )
 
 
 def main(arguments: TokenizeArguments) -> int:

@@ -137,6 +137,35 @@ def test_a_machine_that_slows_down_changes_no_speed_up(run, folders, prompt_file
     assert first == pytest.approx(42 / 24) and second == pytest.approx(42 / 27)
 
 
+def test_a_target_is_quantised_as_it_is_loaded(run, folders, prompt_file, monkeypatch):
+    """By quanto on a CPU; the answers are then its own."""
+    quantisation = {"quantization_config": {"quant_method": "quanto", "weights": "int8"}}
+    targets = []
+
+    def loaded(args, prompts):
+        targets.append(load_target(args, prompts)[0])
+        return targets[-1], load_target(args, prompts)[1]
+
+    words = ("--target", folders / "target", "--drafters", folders / "first", "--prompts", prompt_file)
+    words += ("--max_new_tokens", 6, "--dtype", "float32", "--device", "cpu")
+    load_target = sys.modules["evaluate_acceptance"].load_target
+    monkeypatch.setattr(sys.modules["evaluate_acceptance"], "load_target", loaded)
+    results, _, _ = run(*words, "--target_model_init_kwargs", json.dumps(quantisation))
+    assert any(type(module).__name__ == "QLinear" for module in targets[0].modules())
+    assert results["drafters"][str(folders / "first")]["lossless"] is True
+    assert results["settings"]["target_model_init_kwargs"] == quantisation
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [("{int8}", "expected a JSON object"), ("[8]", "expected a JSON object"), ('{"token": "hf_x"}', "holds a token")],
+)
+def test_arguments_of_the_target_that_cannot_be_used_are_refused(run, prompt_file, given, message, capsys):
+    with pytest.raises(SystemExit):
+        run("--target", "t", "--drafters", "d", "--prompts", prompt_file, "--target_model_init_kwargs", given)
+    assert message in capsys.readouterr().err
+
+
 def test_sampling_and_thinking_reach_the_models(run, folders, prompt_file, monkeypatch):
     seen = []
     module = sys.modules["evaluate_acceptance"]

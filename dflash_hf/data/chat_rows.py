@@ -55,6 +55,8 @@ class Chat:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     source: str | None = None
     language: str | None = None
+    # Which model a log says has written the last answer.
+    model: str | None = None
 
     @property
     def prompt(self) -> list[dict]:
@@ -72,13 +74,14 @@ def read_chats(row: Any) -> list[Chat]:
     if not isinstance(row, dict):
         raise RowError("no messages", f"a chat must be a dict with `messages`, got {type(row).__name__}.")
     with nesting_limited():
-        if isinstance(row.get("request"), dict) and row.get("response") is not None:
+        own = any(row.get(name) is not None for name in ("messages", "conversations", "prompt"))
+        if isinstance(row.get("request"), dict) and (row.get("response") is not None or not own):
             return _read_log(row)
         prompt, completion = _prompt_and_completion(row)
         return [_chat(row, prompt + completion, row)]
 
 
-def _chat(row: dict, messages: list[dict], answer: dict) -> Chat:
+def _chat(row: dict, messages: list[dict], answer: dict, model: str | None = None) -> Chat:
     """A chat of `messages`; `answer` is where the finish reason and the token ids of its last answer stand."""
     messages = clean_messages(messages)
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -102,6 +105,7 @@ def _chat(row: dict, messages: list[dict], answer: dict) -> Chat:
         template_kwargs=template_kwargs(row.get("chat_template_kwargs")),
         source=_name(row.get("source") or row.get("dataset")),
         language=_name(row.get("language")),
+        model=model,
     )
 
 
@@ -163,26 +167,54 @@ def _from_sharegpt(message: Any) -> Any:
     return {**rest, "role": role, "content": message.get("value")}
 
 
+def requested(row: dict) -> dict:
+    """What a logged request asked, as fields of the row in place of the request and its response.
+
+    Args:
+        row: With a `request`, plain or as a batch file wraps it in `body`. Of it `messages` or `prompt`, `tools` and
+            `chat_template_kwargs` count; how it was sampled does not.
+    """
+    request = row["request"]["body"] if isinstance(row["request"].get("body"), dict) else row["request"]
+    asked = {key: request[key] for key in ("tools", "chat_template_kwargs") if request.get(key)}
+    asked |= {key: request[key] for key in ("messages", "prompt") if request.get(key) is not None}
+    # Such fields beside the request are not what was asked.
+    other = ("request", "response", "messages", "prompt")
+    return {key: value for key, value in row.items() if key not in other} | asked
+
+
 def _read_log(row: dict) -> list[Chat]:
     """Chats of a request to a server and what it answered, plain or as a batch file wraps them in `body`."""
-    request, response = row["request"], row["response"]
-    request = request["body"] if isinstance(request.get("body"), dict) else request
+    response = row.get("response")
     if isinstance(response, dict) and isinstance(response.get("body"), dict):
         response = response["body"]
-    choices = response.get("choices") if isinstance(response, dict) else None
+    answered = response if isinstance(response, dict) else {}
+    choices = answered.get("choices")
+    # Chunks in a list, or as the server sent them.
+    if isinstance(response, list) or (isinstance(response, str) and response.lstrip().startswith("data:")):
+        raise _streamed(response)
     if not isinstance(choices, list) or not choices:
-        raise RowError("no answer", f"the response has no `choices`: {str(response)[:80]!r}.")
-    prompt, _ = _prompt_and_completion({key: request.get(key) for key in ("messages", "prompt")})
-    asked = {**row, **{key: request[key] for key in ("tools", "chat_template_kwargs") if request.get(key)}}
+        raise RowError("no answer", f"the response to the request has no `choices`: {str(response)[:80]!r}.")
+    asked = requested(row)
+    prompt, _ = _prompt_and_completion({key: asked.get(key) for key in ("messages", "prompt")})
     chats = []
     for choice in choices:
         message = choice.get("message") if isinstance(choice, dict) else None
         if message is None and isinstance(choice, dict) and isinstance(choice.get("text"), str):
             message = {"content": choice["text"]}
         if not isinstance(message, dict):
+            if isinstance(choice, dict) and "delta" in choice:
+                raise _streamed(choice)
             raise RowError("no answer", f"a choice of the response has no `message`: {str(choice)[:80]!r}.")
-        chats.append(_chat(asked, [*prompt, {**message, "role": "assistant"}], choice))
+        chats.append(_chat(asked, [*prompt, {**message, "role": "assistant"}], choice, _name(answered.get("model"))))
     return chats
+
+
+def _streamed(chunks: Any) -> RowError:
+    return RowError(
+        "streamed",
+        "the response was streamed, so its answer lies in pieces: join their `delta`s into one `message`, or let "
+        f"recipes/generate_completions.py answer the request again: {str(chunks)[:80]!r}.",
+    )
 
 
 def template_kwargs(value: Any) -> dict[str, Any]:

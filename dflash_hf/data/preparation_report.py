@@ -42,6 +42,12 @@ def format_summary(manifest: Mapping[str, Any]) -> str:
             f"in {count:,} answers the template wrote {text!r} before the content, and it is supervised as generated "
             "text: if the target did not generate it, pass the enable_thinking the answers were generated with"
         )
+    if len(models := manifest.get("models", {})) > 1:
+        by = ", ".join(f"{name} {count:,}" for name, count in sorted(models.items(), key=lambda item: -item[1]))
+        lines.append(
+            f"the answers are of several models ({by}): a drafter learns from those of its own target alone. Unless "
+            "these are names of one, leave the others out, or let recipes/generate_completions.py answer them again"
+        )
     lines += [f"FAILED {name}: {error}" for name, error in manifest["failed"].items()]
     return "\n".join([*lines, *_histogram(manifest["lengths"])])
 

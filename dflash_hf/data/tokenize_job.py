@@ -25,7 +25,7 @@ from .tokenizing import TokenizeOptions
 logger = logging.getLogger(__name__)
 
 SUMMED = ("rows", "tokens", "supervised_tokens", "truncated", "repeated_tokens")
-COUNTED = ("documents", "dropped", "lengths", "template_texts")
+COUNTED = ("documents", "dropped", "lengths", "template_texts", "models")
 
 
 def tokenize_files(
@@ -180,7 +180,8 @@ def _manifest(settings: dict[str, Any], records: list[dict[str, Any]], failed: d
     for name in COUNTED:
         counter: Counter = Counter()
         for record in records:
-            counter.update(record[name])
+            # Records of an earlier version count no models.
+            counter.update(record.get(name, {}))
         numeric = name == "lengths"
         totals[name] = dict(sorted(counter.items(), key=lambda item: int(item[0]) if numeric else item[0]))
     return {**settings, "complete": not failed, "failed": dict(sorted(failed.items())), **totals, "files": records}

@@ -101,6 +101,8 @@ class FileCounts:
     # Documents by length, in bins of `HISTOGRAM_BIN` tokens.
     lengths: Counter[int] = field(default_factory=Counter)
     template_texts: Counter[str] = field(default_factory=Counter)
+    # Answers by the model that a log names.
+    models: Counter[str] = field(default_factory=Counter)
 
     def drop(self, reason: str, place: str, message: str) -> None:
         self.dropped[reason] += 1
@@ -216,6 +218,7 @@ class FileTokenizer:
                 raise RowError("empty prompt", "the messages before the first answer hold no text.")
             turns = self.format.turns(chat, self.options.last_turn_only)
             counts.template_texts.update(turn.template_text for turn in turns if turn.template_text)
+            counts.models.update([chat.model] if chat.model else [])
             split = "eval" if is_eval(chat, self.options.eval_fraction) else "train"
             source = chat.source or self.options.source or stem
             entries += [

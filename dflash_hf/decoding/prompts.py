@@ -165,9 +165,10 @@ def _token_ids(
         ArithmeticError,
         RecursionError,
     ) as error:
+        source = f" ({prompt.source})" if prompt.source else ""
         raise ValueError(
-            f"The chat template fails on prompt {index + 1} ({prompt.source}): {type(error).__name__}: {error}. Its "
-            f"last message begins {prompt.messages[-1]['content'][:60]!r}."
+            f"The chat template fails on prompt {index + 1}{source}: {type(error).__name__}: {error}. Its last "
+            f"message begins {prompt.messages[-1]['content'][:60]!r}."
         ) from error
     return list(encoded["input_ids"])
 

@@ -42,11 +42,11 @@ def model_card(
     facts, options = facts or {}, options or CardOptions()
     target = options.base_model or (facts.get("target") or {}).get("id")
     adapted_from = options.adapted_from or facts.get("continued_from")
-    for name in (target, adapted_from):
+    for name, field, what in ((target, "base_model", "the target"), (adapted_from, "adapted_from", "that drafter")):
         if name is not None and hub_id(name) is None:
             raise ValueError(
                 f"The card would name {name}, which is no repository of the Hub but a local path. Give the Hub id of "
-                "the target as base_model, or leave it out."
+                f"{what} as {field}, or leave it out."
             )
     named = replace(checkpoint, base_model=target)
     serving = serving_commands(named)
@@ -58,16 +58,23 @@ def model_card(
         "target": f"[{target}](https://huggingface.co/{target})" if target else "a target that this card cannot name",
         "target_id": target,
         "target_was_local": bool(facts.get("target")),
-        "adapted_from": adapted_from and f"[{adapted_from}](https://huggingface.co/{adapted_from})",
+        "adapted_from": _origin(facts, adapted_from),
         "acceptance": acceptance(results, options, checkpoint.block_size),
         "serving": serving,
         "in_python": in_python(serving, checkpoint.name, target or "TARGET", model_type in HYBRID_TYPES),
         "training": training(facts, options),
         "limits": limits(facts, checkpoint, options),
-        "licence_text": licence_text(options.license, adapted_from),
+        "licence_text": licence_text(options.license, adapted_from or (_origin(facts, None) and "the first drafter")),
     }
     data = _metadata(checkpoint.name, target, results, options)
     return ModelCard.from_template(data, template_path=str(TEMPLATE), **text)
+
+
+def _origin(facts: dict[str, Any], adapted_from: str | None) -> str | None:
+    """The drafter that this one was adapted from, as text; None for one that was trained from nothing."""
+    if adapted_from:
+        return f"[{adapted_from}](https://huggingface.co/{adapted_from})"
+    return "a drafter that this card cannot name" if facts.get("is_continued") or facts.get("adapter") else None
 
 
 def _metadata(repo_id: str, target: str | None, results: CardResults | None, options: CardOptions) -> ModelCardData:

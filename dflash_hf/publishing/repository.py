@@ -172,10 +172,18 @@ def without_local_paths(value: Any) -> Any:
         value: A value; keys of objects are looked at too.
     """
     if isinstance(value, dict):
-        return {without_local_paths(k): without_local_paths(v) for k, v in value.items()}
+        keys = _unlike([without_local_paths(key) for key in value])
+        return {key: without_local_paths(item) for key, item in zip(keys, value.values(), strict=True)}
     if isinstance(value, list):
         return [without_local_paths(item) for item in value]
     return Path(value).name if isinstance(value, str) and _is_local_path(value) else value
+
+
+def _unlike(names: list[str]) -> list[str]:
+    """Names of which later ones are numbered where they are alike, as drafters in folders of one name are."""
+    return [
+        name if name not in names[:i] else f"{name} ({names[: i + 1].count(name)})" for i, name in enumerate(names)
+    ]
 
 
 def _is_local_path(text: str) -> bool:

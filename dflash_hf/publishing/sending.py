@@ -18,6 +18,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError, RepositoryNotFoundError
 from transformers.utils import logging
 
+from ..checkpoint_format import is_adapter_folder
 from ..modeling_dflash import DFlashDraftModel
 from .card_results import load_results
 from .model_card import CardOptions
@@ -100,7 +101,8 @@ def push_drafter(
         drafter: The drafter.
         repo_id: "OWNER/NAME".
         dtype: Type of the weights.
-        facts: As for [`build_repository`]; by default `training.json` of the folder it was loaded from.
+        facts: As for [`build_repository`]; by default `training.json` of the folder it was loaded from, unless it has
+            been trained since.
         results: The same; by default `results.json` of that folder.
         options: As for [`build_repository`].
         **kwargs: Further arguments of [`publish`].
@@ -113,7 +115,7 @@ def push_drafter(
         ValueError: A reader would not load it.
     """
     folder = Path(drafter.config.name_or_path or "")
-    if folder.is_dir() and drafter.config.name_or_path:
+    if drafter.config.name_or_path and folder.is_dir() and _is_of(drafter, folder):
         facts = read_facts(folder) if facts is None else facts
         results = recorded_results(folder) if results is None else results
     with tempfile.TemporaryDirectory() as temporary:
@@ -121,6 +123,26 @@ def push_drafter(
             drafter, temporary, repo_id, facts=facts, results=results, options=options, dtype=dtype
         )
         return publish(publication, **kwargs)
+
+
+def _is_of(drafter: DFlashDraftModel, folder: Path) -> bool:
+    """Whether a drafter still is what its folder tells of; one that was trained since is another."""
+    # Of an adapter's folder a drafter is merged, and cannot be read again as it is.
+    if is_adapter_folder(folder):
+        return True
+    try:
+        stored = DFlashDraftModel.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
+    except (ValueError, OSError) as error:
+        logger.warning(f"{folder} holds no drafter any more, so the card tells nothing of its training: {error}")
+        return False
+    own = {name: tensor.to("cpu", torch.bfloat16) for name, tensor in drafter.state_dict().items()}
+    if own.keys() == stored.keys() and all(torch.equal(tensor, stored[name]) for name, tensor in own.items()):
+        return True
+    logger.warning(
+        f"The drafter was loaded from {folder} and has other weights by now, so the card tells neither the training "
+        "nor the results that are recorded there. Push it by its trainer, or save it and publish its folder."
+    )
+    return False
 
 
 def recorded_results(folder: Path, drafter: str | None = None) -> dict[str, Any] | None:

@@ -82,7 +82,7 @@ def training_facts(trainer: Any, seconds: float, first_step: int) -> dict[str, A
             "dtype": str(target.get_input_embeddings().weight.dtype).removeprefix("torch."),
             "quantised": None if quantised is None else str(_quantisation(quantised)),
         },
-        "continued_from": hub_id(trainer._drafter_config.name_or_path),
+        **_origin(trainer._drafter_config.name_or_path),
         "adapter": {name: {"r": c.to_dict().get("r"), "type": str(c.peft_type.value)} for name, c in adapters.items()},
         "recipe": differing_arguments(record["arguments"]),
         "steps": state.global_step,
@@ -98,6 +98,13 @@ def training_facts(trainer: Any, seconds: float, first_step: int) -> dict[str, A
         facts["data"] = _data(trainer.train_dataset) | {"digest": record["data"]["digest"]}
         facts["data"]["tokens_seen"] = round(facts["data"]["tokens"] * facts["epochs"])
     return facts
+
+
+def _origin(name: Any) -> dict[str, Any]:
+    """Where a drafter's first weights come from: the nearest one on the Hub, and whether they are another's at all."""
+    # What a local drafter was continued from gave its weights to this one too.
+    earlier = (read_facts(name) or {}) if name else {}
+    return {"continued_from": hub_id(name) or earlier.get("continued_from"), "is_continued": bool(name)}
 
 
 def _data(rows: PackedDataset) -> dict[str, Any]:

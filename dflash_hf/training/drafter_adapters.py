@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ..checkpoint_format import ADAPTER_CONFIG
 from ..checkpoint_tensors import expected_tensors
 from ..modeling_dflash import DFlashDraftModel
+from .adapter_checks import TARGET_MODULES, check_adapter
 
 
 try:
@@ -23,9 +25,6 @@ except ImportError as error:
     raise ImportError(f"Adapters need peft: pip install 'dflash_hf[peft]' ({error}).") from error
 
 
-# All matrices of a drafter. `fc` reads the target's hidden states, which another target or domain changes first.
-TARGET_MODULES = ("fc", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 # What peft has no field for: which weights the adapter was trained beside.
 BASE_RECORD = "adapter_base.json"
@@ -33,6 +32,29 @@ BASE_RECORD = "adapter_base.json"
 
 class DrafterAdapter(PeftModel):
     """A drafter with an adapter; `merge_and_unload` gives the plain drafter, `save_pretrained` writes the adapter."""
+
+    def merge_and_unload(self, *args: Any, **kwargs: Any) -> DFlashDraftModel:
+        """The plain drafter, which has no name until it is saved: the weights under that of the base are others.
+
+        Args:
+            *args: As for [`~peft.LoraModel.merge_and_unload`].
+            **kwargs: The same.
+        """
+        merged = self.base_model.merge_and_unload(*args, **kwargs)  # type: ignore[operator]
+        merged.name_or_path = merged.config.name_or_path = ""
+        return merged
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:  # type: ignore[override]
+        """Refused: servers load whole drafters, and the name of an adapter's base may be a local path.
+
+        Raises:
+            ValueError: Saying what to push.
+        """
+        raise ValueError(
+            f"{repo_id} would get an adapter alone, which no server loads. Push the drafter that it makes: "
+            "`recipes/publish.py --drafter FOLDER_OF_THE_ADAPTER`, merge_adapter(folder).push_to_hub(repo_id), or "
+            "push_to_hub of the trainer."
+        )
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:  # type: ignore[override]
         """Write the adapter and the name of its base, without asking the Hub anything.
@@ -72,19 +94,13 @@ def add_adapter(drafter: DFlashDraftModel, peft_config: PeftConfig, seed: int = 
         seed: Of the adapter's first weights.
 
     Raises:
-        ValueError: The drafter has no name that an adapter could be loaded upon again.
+        ValueError: As for [`check_adapter`].
     """
-    name = drafter.config.name_or_path
-    if not name:
-        raise ValueError(
-            "peft_config was given for a drafter that has no name: an adapter is saved without its base, so it could "
-            "never be loaded again. Save the drafter (save_pretrained), load it from there (from_pretrained) and "
-            "adapt that one; a new drafter is better trained whole."
-        )
+    check_adapter(drafter, peft_config)
     peft_config = copy.deepcopy(peft_config)
     if isinstance(peft_config, LoraConfig) and peft_config.target_modules is None:
         peft_config.target_modules = list(TARGET_MODULES)
-    peft_config.base_model_name_or_path = str(name)
+    peft_config.base_model_name_or_path = str(drafter.config.name_or_path)
     peft_config.revision = vars(drafter.config).get("_commit_hash")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -125,7 +141,7 @@ def load_adapter(
     if base is None and revision is None and not (name and Path(name).is_dir()):
         raise ValueError(
             f"The adapter {folder} was trained for the drafter {name}, which is no folder here (working directory: "
-            f"{Path.cwd()}). Give the drafter as base."
+            f"{Path.cwd()}). Give the drafter as base (--base of recipes/publish.py)."
         )
     drafter = DFlashDraftModel.from_pretrained(name, dtype=dtype, revision=revision)
     config.inference_mode = not is_trainable
@@ -160,7 +176,8 @@ def check_adapter_tensors(folder: Path, adapter: PeftModel) -> None:
     if different := sorted(dict(saved.items() ^ expected.items())):
         raise ValueError(
             f"{folder / ADAPTER_WEIGHTS} is not of the adapter that its {ADAPTER_CONFIG} describes: {len(different)} "
-            f"tensors are missing, unknown or of another shape, such as {', '.join(different[:2])}. Copy it again."
+            f"tensors are missing, unknown or of another shape, such as {', '.join(different[:2])}. Copy it again, or "
+            "give the drafter that it was trained for as base, if this one is another."
         )
 
 
@@ -204,7 +221,10 @@ def merge_adapter(folder: str | Path, base: str | Path | None = None) -> DFlashD
         folder: As for [`load_adapter`].
         base: The same.
     """
-    return load_adapter(folder, base).merge_and_unload()
+    merged = load_adapter(folder, base).merge_and_unload()
+    # What the run wrote of itself lies there; a card tells that, not what is told of the base.
+    merged.name_or_path = merged.config.name_or_path = str(folder)
+    return merged
 
 
 def merged_copy(adapter: PeftModel) -> DFlashDraftModel:

@@ -17,7 +17,7 @@ from ..target.pairs import place_target
 from ..training_args import DFlashTrainingArguments
 from .adapting import check_continuing
 from .objectives import compares_distributions
-from .partial_training import is_adapter, make_trainable
+from .partial_training import check_part, is_adapter, make_trainable
 from .refused_options import check_trainer_options
 
 
@@ -70,6 +70,7 @@ def prepare_models(
         ValueError: Drafter and target do not fit together, or cannot be trained so.
     """
     config: Any = drafter.config
+    check_part(drafter, peft_config, args.trainable_modules)
     target = frozen_target(target_model, config.target_layer_ids, args, compares_distributions(args.objective))
     check_continuing(config, target, tokenizer)
     head = FrozenHead(target.model, args.device)

@@ -14,6 +14,57 @@ from ..modeling_dflash import DFlashDraftModel
 logger = logging.get_logger(__name__)
 
 
+def check_part(drafter: Any, peft_config: Any, trainable_modules: Any) -> None:
+    """Refuse a part of the drafter that cannot be trained, before anything takes long.
+
+    Args:
+        drafter: The drafter; it is not changed.
+        peft_config: A configuration of peft, or None.
+        trainable_modules: As for [`freeze_all_but`], or None.
+
+    Raises:
+        ValueError: Both are given, or they do not fit the drafter.
+        ImportError: peft is missing.
+    """
+    if peft_config is None:
+        if trainable_modules is not None:
+            check_modules(drafter, trainable_modules)
+        return
+    if trainable_modules is not None:
+        raise ValueError(
+            f"peft_config and trainable_modules={trainable_modules} were both given: an adapter freezes the drafter "
+            "itself. Leave one out, or name the modules in modules_to_save of peft_config."
+        )
+    if not is_peft_available():
+        raise ImportError("peft_config needs peft: pip install 'dflash_hf[peft]'.")
+    from .adapter_checks import check_adapter
+
+    check_adapter(drafter, peft_config)
+
+
+def check_modules(drafter: nn.Module, trainable_modules: Sequence[str]) -> None:
+    """Refuse names that are not those of a drafter's modules or parameters.
+
+    Args:
+        drafter: The drafter.
+        trainable_modules: As for [`freeze_all_but`].
+
+    Raises:
+        ValueError: With the names that there are.
+    """
+    if isinstance(trainable_modules, str):
+        raise ValueError(f"trainable_modules={trainable_modules!r} is a text: give a list, [{trainable_modules!r}].")
+    names = [name for name, _ in drafter.named_parameters()]
+    unknown = [m for m in trainable_modules if not any(name == m or name.startswith(f"{m}.") for name in names)]
+    if unknown or not trainable_modules:
+        # "layers.1" of "layers.1.mlp.up_proj.weight", "fc" of "fc.weight"
+        parts = dict.fromkeys(".".join(name.split(".")[: 1 + name.startswith("layers.")]) for name in names)
+        raise ValueError(
+            f"trainable_modules={list(trainable_modules)}: the drafter has no {unknown or 'modules that you name'}. "
+            f"Give some of {list(parts)}, or parts of them."
+        )
+
+
 def freeze_all_but(drafter: nn.Module, trainable_modules: Sequence[str]) -> None:
     """Train only the named modules; what is not named keeps its weights.
 
@@ -25,15 +76,7 @@ def freeze_all_but(drafter: nn.Module, trainable_modules: Sequence[str]) -> None
     Raises:
         ValueError: A name is not one of the drafter's.
     """
-    names = [name for name, _ in drafter.named_parameters()]
-    unknown = [m for m in trainable_modules if not any(name == m or name.startswith(f"{m}.") for name in names)]
-    if unknown or not trainable_modules:
-        # "layers.1" of "layers.1.mlp.up_proj.weight", "fc" of "fc.weight"
-        parts = dict.fromkeys(".".join(name.split(".")[: 1 + name.startswith("layers.")]) for name in names)
-        raise ValueError(
-            f"trainable_modules={list(trainable_modules)}: the drafter has no {unknown or 'modules that you name'}. "
-            f"Give some of {list(parts)}, or parts of them."
-        )
+    check_modules(drafter, trainable_modules)
     trained = 0
     for name, parameter in drafter.named_parameters():
         parameter.requires_grad_(any(name == m or name.startswith(f"{m}.") for m in trainable_modules))
@@ -52,20 +95,12 @@ def make_trainable(drafter: DFlashDraftModel, peft_config: Any, trainable_module
         seed: Of an adapter's first weights.
 
     Raises:
-        ValueError: Both are given, or they do not fit the drafter.
-        ImportError: peft is missing.
+        ValueError: They do not fit the drafter; as for [`check_part`].
     """
     if peft_config is None:
         if trainable_modules is not None:
             freeze_all_but(drafter, trainable_modules)
         return drafter
-    if trainable_modules is not None:
-        raise ValueError(
-            f"peft_config and trainable_modules={trainable_modules} were both given: an adapter freezes the drafter "
-            "itself. Leave one out, or name the modules in modules_to_save of peft_config."
-        )
-    if not is_peft_available():
-        raise ImportError("peft_config needs peft: pip install 'dflash_hf[peft]'.")
     from .drafter_adapters import add_adapter
 
     adapter = add_adapter(drafter, peft_config, seed)
@@ -109,4 +144,4 @@ def check_resumed_part(folder: Path | None, model: Any) -> None:
         check_adapter_checkpoint(folder, model)
 
 
-__all__ = ["freeze_all_but", "is_adapter", "make_trainable", "plain_drafter"]
+__all__ = ["check_part", "freeze_all_but", "is_adapter", "make_trainable", "plain_drafter"]

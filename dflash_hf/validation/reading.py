@@ -9,7 +9,13 @@ from huggingface_hub import list_repo_files, metadata_load, parse_safetensors_fi
 from huggingface_hub.errors import HFValidationError, HTTPError, SafetensorsParsingError
 from yaml import YAMLError
 
-from ..checkpoint_format import TensorHeaders, joined_headers, read_tensor_headers
+from ..checkpoint_format import (
+    TensorHeaders,
+    is_adapter_folder,
+    joined_headers,
+    merging_advice,
+    read_tensor_headers,
+)
 from ..data.addresses import without_secrets
 from .checkpoint import ALL, Checkpoint, Finding
 
@@ -50,6 +56,8 @@ def _read_config_file(path: Path, unreadable: dict[str, Finding]) -> dict[str, A
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
+        if is_adapter_folder(path.parent):
+            remedy = f"It is the folder of an adapter. {merging_advice(path.parent)}"
         found = f"no file {path}" if isinstance(error, FileNotFoundError) else f"{path}: {error}"
     except ValueError as error:
         found = f"{path} is not valid JSON: {error}"
