@@ -6,11 +6,12 @@ import signal
 import time
 
 import pytest
-from runs import make_trainer
+from runs import make_documents, make_trainer
 from tiny import dense_target
 from transformers import TrainerCallback
 
 from dflash_hf.runs import interrupts, launcher_end
+from dflash_hf.runs.checkpointing import manifest_problems
 from dflash_hf.runs.interrupts import TrainingInterrupted
 from dflash_hf.runs.launcher_end import LAUNCHER_ENDED, is_launcher_command
 
@@ -124,12 +125,24 @@ def test_a_closed_terminal_ends_a_run_with_a_checkpoint_unless_it_runs_under_noh
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_signal_in_the_last_step_of_a_run_without_checkpoints_writes_one(target, tmp_path):
+class SendEvaluating(TrainerCallback):
+    """Sends SIGTERM to this process in the evaluation behind the last step."""
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        if state.global_step == state.max_steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+
+
+@pytest.mark.parametrize("callback", [Send(2, signal.SIGTERM), SendEvaluating()])
+def test_a_signal_at_the_end_of_a_run_without_checkpoints_writes_one(target, tmp_path, callback):
     """The signal is passed on once training is done, and may end the process before anything else is saved."""
     received = []
     before = signal.signal(signal.SIGTERM, lambda *_: received.append(1))
+    evaluates = {"eval_dataset": make_documents(1), "eval_strategy": "steps", "eval_steps": 2}
+    trainer = make_trainer(tmp_path, target, callbacks=[callback], max_steps=2, save_strategy="no", **evaluates)
     try:
-        make_trainer(tmp_path, target, callbacks=[Send(2, signal.SIGTERM)], max_steps=2, save_strategy="no").train()
+        trainer.train()
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert received == [1] and (tmp_path / "checkpoint-2").exists()
+    assert received == [1] and not manifest_problems(tmp_path / "checkpoint-2")

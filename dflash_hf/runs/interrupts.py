@@ -90,7 +90,7 @@ class Interrupts(TrainerCallback):
     def __init__(self, world_size: int = 1):
         self.world_size = world_size
         self.received: signal.Signals | None = None
-        self.stopping = self.evaluation_is_due = False
+        self.stopping = self.evaluation_is_due = self.saves_last = False
         self._evaluates_epochs = False
         self._first: float | None = None
         self._agreed: HostCopy | None = None
@@ -103,7 +103,7 @@ class Interrupts(TrainerCallback):
     def install(self) -> None:
         """Take over the signals until [`remove`] (in the main thread; elsewhere they stay as they are)."""
         self.received, self._first, self._agreed = None, None, None
-        self.stopping = self.evaluation_is_due = False
+        self.stopping = self.evaluation_is_due = self.saves_last = False
         if threading.current_thread() is not threading.main_thread():
             logger.warning("Training runs outside the main thread, where signals cannot be handled: none is.")
             return
@@ -190,6 +190,7 @@ class Interrupts(TrainerCallback):
             return
         control.should_save = True
         # After the last step the run ends by itself.
+        self.saves_last = state.global_step >= state.max_steps
         if state.global_step < state.max_steps:
             ends_epoch = self._evaluates_epochs and float(state.epoch).is_integer()
             self.evaluation_is_due = control.should_evaluate or ends_epoch

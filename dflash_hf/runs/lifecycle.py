@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
 from ..training.partial_training import check_resumed_part, is_adapter
@@ -84,6 +85,7 @@ def ended_in_order(trainer: Any) -> Iterator[None]:
         yield
         guard.finish()
         trainer.optimizer.eval()
+        _save_late(trainer)
         for mirror in _mirrors(trainer):
             decided_by_main(trainer, mirror.finish)
     except TrainingInterrupted:
@@ -96,6 +98,18 @@ def ended_in_order(trainer: Any) -> Iterator[None]:
         guard.close()
         interrupts.remove()
     interrupts.pass_on()
+
+
+def _save_late(trainer: Any) -> None:
+    """Write a checkpoint of a run that writes none, if a signal came behind its last step, such as in an evaluation.
+
+    The signal is passed on, and may end the process before anything else is saved.
+    """
+    interrupts = trainer._interrupts
+    if trainer.args.save_strategy == SaveStrategy.NO and not interrupts.saves_last:
+        came = trainer.accelerator.reduce(interrupts.flag(trainer.args.device), reduction="sum")
+        if came.item():
+            trainer._save_checkpoint(trainer.model, None)
 
 
 def _mirrors(trainer: Any) -> list[RemoteCheckpointCallback]:
