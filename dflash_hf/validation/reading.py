@@ -88,15 +88,7 @@ def read_repository(name: str, revision: str | None) -> Checkpoint:
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=_SMALL_FILES))
     except _NETWORK_ERRORS as error:
-        found = f"no folder {name}, and no such repository: {without_secrets(str(error))}"
-        expected = "a folder, or a repository that can be reached"
-        why = "There is nothing to look at."
-        remedy = (
-            "Check the spelling, the revision, the network and the access token (HF_TOKEN, or `hf auth login`), "
-            "without which a private repository is not found."
-        )
-        missing = {"folder": Finding(found, expected, why, remedy, errors=ALL)}
-        return Checkpoint(name, revision, unreadable=missing)
+        return Checkpoint(name, revision, unreadable={"folder": _no_repository(name, error)})
     cached = {path.name for path in folder.glob("*.safetensors")}
     unreadable: dict[str, Finding] = {}
     headers = None
@@ -116,6 +108,16 @@ def read_repository(name: str, revision: str | None) -> Checkpoint:
     config = _read_config_file(folder / "config.json", unreadable)
     names = frozenset(entry.name for entry in folder.iterdir())
     return Checkpoint(name, revision, names, config, headers, _base_model(folder, config), unreadable)
+
+
+def _no_repository(name: str, error: Exception) -> Finding:
+    found = f"no folder {name}, and no such repository: {without_secrets(str(error))}"
+    expected = "a folder, or a repository that can be reached"
+    remedy = (
+        "Check the spelling, the revision, the network and the access token (HF_TOKEN, or `hf auth login`), "
+        "without which a private repository is not found."
+    )
+    return Finding(found, expected, "There is nothing to look at.", remedy, errors=ALL)
 
 
 class _BrokenWeightsError(Exception):
