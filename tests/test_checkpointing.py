@@ -19,15 +19,9 @@ from transformers.trainer_utils import get_last_checkpoint
 import dflash_hf.runs.checkpointing
 import dflash_hf.runs.resuming
 from dflash_hf import DFlashTrainer
-from dflash_hf.runs import checkpointing
-from dflash_hf.runs.checkpointing import (
-    MANIFEST_NAME,
-    DiskSpaceError,
-    clean_up,
-    last_complete_checkpoint,
-    make_manifest,
-    manifest_problems,
-)
+from dflash_hf.runs import checkpoint_manifest, checkpointing
+from dflash_hf.runs.checkpoint_manifest import MANIFEST_NAME, make_manifest, manifest_problems
+from dflash_hf.runs.checkpointing import DiskSpaceError, clean_up, last_complete_checkpoint
 from dflash_hf.runs.record import RECORD_NAME
 
 
@@ -141,7 +135,7 @@ def test_hashes_find_a_changed_byte(run):
 
 def test_checksums_of_parts_find_a_changed_byte(run, monkeypatch):
     """Of a file of many parts, and by the manifest of an earlier version, whose checksum is that of the whole file."""
-    monkeypatch.setattr(checkpointing, "PART_BYTES", 1000)
+    monkeypatch.setattr(checkpoint_manifest, "PART_BYTES", 1000)
     folder = run / "checkpoint-4"
     manifest = make_manifest(folder)
     checksums = manifest["files"]["model.safetensors"]["crc32"]

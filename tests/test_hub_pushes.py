@@ -18,7 +18,7 @@ from tiny import byte_tokenizer, dense_target
 
 import dflash_hf.publishing.hub_pushes
 from dflash_hf import DFlashDraftModel
-from dflash_hf.runs.checkpointing import manifest_problems
+from dflash_hf.runs.checkpoint_manifest import manifest_problems
 
 
 @pytest.fixture(scope="module")

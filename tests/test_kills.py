@@ -15,7 +15,8 @@ import torch
 from runs import finish, start, train, wait_for_step
 
 import dflash_hf.runs.checkpointing
-from dflash_hf.runs.checkpointing import last_complete_checkpoint, manifest_problems
+from dflash_hf.runs.checkpoint_manifest import manifest_problems
+from dflash_hf.runs.checkpointing import last_complete_checkpoint
 from dflash_hf.runs.interrupts import INTERRUPTED_STATUS
 
 

@@ -11,7 +11,7 @@ from tiny import dense_target
 from transformers import TrainerCallback
 
 from dflash_hf.runs import interrupts, launcher_end
-from dflash_hf.runs.checkpointing import manifest_problems
+from dflash_hf.runs.checkpoint_manifest import manifest_problems
 from dflash_hf.runs.interrupts import TrainingInterrupted
 from dflash_hf.runs.launcher_end import LAUNCHER_ENDED, is_launcher_command
 

@@ -24,7 +24,7 @@ from dflash_hf.publishing.card_results import load_results, read_results
 from dflash_hf.publishing.repository import build_repository
 from dflash_hf.publishing.sending import recorded_results
 from dflash_hf.publishing.training_facts import read_facts
-from dflash_hf.runs.checkpointing import manifest_problems
+from dflash_hf.runs.checkpoint_manifest import manifest_problems
 from dflash_hf.runs.record import target_identity
 from dflash_hf.target.loading import load_model
 from dflash_hf.training.drafter_adapters import (

@@ -21,7 +21,8 @@ import dflash_hf.runs.checkpointing
 import dflash_hf.runs.remote_checkpoints
 import dflash_hf.runs.remote_store
 from dflash_hf.data.addresses import without_secrets
-from dflash_hf.runs.checkpointing import MANIFEST_NAME, DiskSpaceError, manifest_problems
+from dflash_hf.runs.checkpoint_manifest import MANIFEST_NAME, manifest_problems
+from dflash_hf.runs.checkpointing import DiskSpaceError
 from dflash_hf.runs.remote_checkpoints import RemoteCheckpointCallback, RemoteCheckpointError
 from dflash_hf.runs.remote_store import (
     check_address,

@@ -18,7 +18,7 @@ from dflash_hf import DFlashTrainer
 from dflash_hf.data.manifest import open_documents
 from dflash_hf.data.tokenize_job import tokenize_files
 from dflash_hf.data.tokenizing import TokenizeOptions
-from dflash_hf.runs.checkpointing import MANIFEST_NAME, make_manifest
+from dflash_hf.runs.checkpoint_manifest import MANIFEST_NAME, make_manifest
 from dflash_hf.runs.interrupts import TrainingInterrupted
 from dflash_hf.runs.record import RECORD_NAME
 

@@ -13,7 +13,7 @@ from runs import make_documents, make_trainer
 from test_hub_pushes import Hub
 from tiny import byte_tokenizer, dense_target
 
-from dflash_hf.runs.checkpointing import MANIFEST_NAME, sha256_of
+from dflash_hf.runs.checkpoint_manifest import MANIFEST_NAME, sha256_of
 
 
 PLANTED = {

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..data.addresses import describe
-from .checkpointing import MANIFEST_NAME
+from .checkpoint_manifest import MANIFEST_NAME
 from .remote_store import Heartbeat, check_address, remote_steps, upload_checkpoint
 
 

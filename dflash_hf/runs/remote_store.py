@@ -16,17 +16,8 @@ import fsspec
 from transformers.utils import logging
 
 from ..data.addresses import describe, is_remote, refuse_credentials
-from .checkpointing import (
-    ASIDE_PREFIX,
-    MANIFEST_NAME,
-    DiskSpaceError,
-    check_disk_space,
-    files_of,
-    make_manifest,
-    manifest_problems,
-    publish,
-    step_of,
-)
+from .checkpoint_manifest import MANIFEST_NAME, files_of, make_manifest, manifest_problems
+from .checkpointing import ASIDE_PREFIX, DiskSpaceError, check_disk_space, publish, step_of
 
 
 logger = logging.get_logger(__name__)

@@ -12,14 +12,13 @@ from transformers.utils import CONFIG_NAME, logging
 from ..configuration_dflash import DFlashDraftConfig
 from ..data.addresses import describe, is_remote
 from ..publishing.hub_pushes import STAGING_PREFIX
+from .checkpoint_manifest import MANIFEST_NAME, manifest_problems
 from .checkpointing import (
     ASIDE_PREFIX,
-    MANIFEST_NAME,
     check_disk_space,
     checkpoint_bytes,
     clean_up,
     last_complete_checkpoint,
-    manifest_problems,
     step_of,
 )
 from .launching import tell_of_grace
