@@ -21,8 +21,9 @@ from .checkpoint_tensors import (
 from .config_rules import field_problems, layout_problems, missing_problems
 
 
-# What a folder of an adapter holds in place of config.json.
+# What a folder of an adapter holds in place of config.json and model.safetensors, as peft names it.
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 # Fields that stand at the top level or in `dflash_config`.
 OWN_FIELDS = ("block_size", "target_layer_ids", "mask_token_id", "num_target_layers")
 

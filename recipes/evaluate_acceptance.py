@@ -49,7 +49,7 @@ from dflash_hf.one_writer import only_writer
 from dflash_hf.runs.resuming import check_writable
 from dflash_hf.target.checks import check_fits
 from dflash_hf.target.head import COMPUTE_TYPES
-from dflash_hf.target.loading import load_model
+from dflash_hf.target.loading import load_model, refuse_token
 
 
 # Seconds after which what is measured so far is written once more.
@@ -120,11 +120,7 @@ class EvaluationArguments:
             raise ValueError(f"dtype is {self.dtype!r}; expected auto, bfloat16, float16 or float32.")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; expected a number from 0 on, below 2**63.")
-        if "token" in (self.target_model_init_kwargs or {}):
-            raise ValueError(
-                "target_model_init_kwargs holds a token, which would stand in the results. Set the environment "
-                "variable HF_TOKEN, or log in with `hf auth login`."
-            )
+        refuse_token(self.target_model_init_kwargs, "stand in the results")
         check_device(self.device)
         if importlib.util.find_spec("matplotlib") is None:
             raise ValueError("The plots need matplotlib: `pip install 'dflash_hf[evaluation]'`.")
@@ -368,12 +364,9 @@ def load_target(args: EvaluationArguments, prompts: list[EvaluationPrompt]) -> t
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     ids = prompt_token_ids(prompts, tokenizer, args.enable_thinking)
-    kwargs = args.target_model_init_kwargs
-    if not kwargs:
-        model: Any = load_model(str(args.target), None, {"dtype": args.dtype})
-        return model.to(device).eval(), ids
+    given = args.target_model_init_kwargs or {}
     # Quantised weights are made where they will be, and some cannot be moved.
-    model = load_model(str(args.target), device, {"dtype": args.dtype, **kwargs}).eval()
+    model: Any = load_model(str(args.target), device if given else None, {"dtype": args.dtype, **given}).eval()
     return model if model.device.type == torch.device(device).type else model.to(device), ids
 
 

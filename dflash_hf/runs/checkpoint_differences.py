@@ -11,12 +11,9 @@ import torch
 from safetensors import safe_open
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..checkpoint_format import ADAPTER_WEIGHTS
 from ..checkpoint_tensors import TensorHeaders, file_headers, read_tensor_headers
 from .checkpointing import step_of
-
-
-# As peft names it.
-ADAPTER_NAME = "adapter_model.safetensors"
 
 
 def common_step(folders: Sequence[Path]) -> int:
@@ -57,8 +54,8 @@ def weight_differences(first: Path, other: Path) -> dict[str, Any]:
         ValueError: They hold other tensors, a file is broken, or a weight is not finite.
         FileNotFoundError: A folder holds no weights.
     """
-    _check_same_tensors(first, other)
-    squares, reference, largest, largest_in = 0.0, 0.0, 0.0, next(iter(_headers(first)))
+    headers = _same_headers(first, other)
+    squares, reference, largest, largest_in = 0.0, 0.0, 0.0, next(iter(headers))
     with ExitStack() as stack:
         tensors, others = (_open(folder, stack) for folder in (first, other))
         for name, file in sorted(tensors.items()):
@@ -76,24 +73,27 @@ def weight_differences(first: Path, other: Path) -> dict[str, Any]:
     return {"relative_difference": relative, "largest_difference": largest, "largest_in": largest_in}
 
 
-def _check_same_tensors(first: Path, other: Path) -> None:
-    shapes = [{name: shape for name, (_, shape) in _headers(f).items()} for f in (first, other)]
+def _same_headers(first: Path, other: Path) -> TensorHeaders:
+    """The headers of the first one, after a look at those of the other."""
+    headers = _headers(first)
+    shapes = [{name: shape for name, (_, shape) in own.items()} for own in (headers, _headers(other))]
     if shapes[0] != shapes[1]:
         different = sorted(n for n in shapes[0].keys() | shapes[1].keys() if shapes[0].get(n) != shapes[1].get(n))
         raise ValueError(
             f"{other} does not hold the tensors of {first}: {len(different)} are missing in one of them or of another "
             f"shape, such as {', '.join(different[:3])}. Compare runs of the same drafter."
         )
+    return headers
 
 
 def _headers(folder: Path) -> TensorHeaders:
-    adapter = folder / ADAPTER_NAME
+    adapter = folder / ADAPTER_WEIGHTS
     return file_headers(adapter) if adapter.exists() else read_tensor_headers(folder)
 
 
 def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
     """The open file of each tensor."""
-    adapter = folder / ADAPTER_NAME
+    adapter = folder / ADAPTER_WEIGHTS
     paths = [adapter] if adapter.exists() else sorted(folder.glob("*.safetensors"))
     files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
     return {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a dictionary)

@@ -30,19 +30,19 @@ def crc32_of(path: Path) -> list[str]:
         return list(pool.map(lambda start: _crc32(path, start, PART_BYTES), starts))
 
 
-def _crc32(path: Path, start: int, length: int | None) -> str:
+def _crc32(path: Path, start: int, length: int) -> str:
     checksum = 0
     with path.open("rb") as file:
         file.seek(start)
-        while part := file.read(2**22 if length is None else min(2**22, length)):
+        while part := file.read(min(2**22, length)):
             checksum = zlib.crc32(part, checksum)
-            length = None if length is None else length - len(part)
+            length -= len(part)
     return f"{checksum:08x}"
 
 
 def _has_crc32(path: Path, expected: str | list[str]) -> bool:
     # Earlier versions wrote that of the whole file.
-    return expected == (_crc32(path, 0, None) if isinstance(expected, str) else crc32_of(path))
+    return expected == (_crc32(path, 0, path.stat().st_size) if isinstance(expected, str) else crc32_of(path))
 
 
 def make_manifest(folder: Path, with_hashes: bool = False) -> dict[str, Any]:

@@ -191,15 +191,16 @@ class Interrupts(TrainerCallback):
         control.should_save = True
         # After the last step the run ends by itself.
         self.saves_last = state.global_step >= state.max_steps
-        if state.global_step < state.max_steps:
-            ends_epoch = self._evaluates_epochs and float(state.epoch).is_integer()
-            self.evaluation_is_due = control.should_evaluate or ends_epoch
-            if self.evaluation_is_due:
-                logger.warning(
-                    f"The evaluation that is due at step {state.global_step} is left out until the run goes on."
-                )
-            self.stopping, control.should_evaluate = True, False
-            control.should_training_stop = True
+        if self.saves_last:
+            return
+        ends_epoch = self._evaluates_epochs and float(state.epoch).is_integer()
+        self.evaluation_is_due = control.should_evaluate or ends_epoch
+        if self.evaluation_is_due:
+            logger.warning(
+                f"The evaluation that is due at step {state.global_step} is left out until the run goes on."
+            )
+        self.stopping, control.should_evaluate = True, False
+        control.should_training_stop = True
 
     def on_epoch_end(self, args, state, control, **kwargs):
         # Everything that waits for a checkpoint has been called for this one by now. What Trainer does at the end of

@@ -57,6 +57,23 @@ def take_model(
     return model
 
 
+def refuse_token(init_kwargs: Any, place: str) -> None:
+    """Refuse a token among arguments of `from_pretrained` that are kept.
+
+    Args:
+        init_kwargs: The arguments, as a dict, their JSON or None.
+        place: What would happen to it.
+
+    Raises:
+        ValueError: There is one.
+    """
+    if isinstance(init_kwargs, dict) and "token" in init_kwargs:
+        raise ValueError(
+            f"target_model_init_kwargs holds a token, which would {place}. Set the environment variable HF_TOKEN, or "
+            "log in with `hf auth login`."
+        )
+
+
 def load_config(name: str | Path, init_kwargs: dict) -> PreTrainedConfig:
     with _explained(name):
         return AutoConfig.from_pretrained(name, return_unused_kwargs=True, **init_kwargs)[0]
@@ -138,4 +155,4 @@ def read_eos_token_ids(name: str) -> list[int]:
     return eos_token_ids(generation_config)
 
 
-__all__ = ["eos_token_ids", "load_config", "load_model", "read_eos_token_ids", "take_model"]
+__all__ = ["eos_token_ids", "load_config", "load_model", "read_eos_token_ids", "refuse_token", "take_model"]

@@ -9,6 +9,7 @@ from transformers.integrations import get_available_reporting_integrations, get_
 
 from ..runs.record import CHANGES
 from ..target.feature_transfer import FEATURE_COPIES
+from ..target.loading import refuse_token
 from ..target.topology import LAYOUTS
 from .objectives import objective_of
 
@@ -52,11 +53,7 @@ def refuse_options(args: Any) -> None:
     Raises:
         ValueError: Naming the option, and what to do instead.
     """
-    if isinstance(args.target_model_init_kwargs, dict) and "token" in args.target_model_init_kwargs:
-        raise ValueError(
-            "target_model_init_kwargs holds a token, which would be written into every checkpoint with the "
-            "arguments. Set the environment variable HF_TOKEN, or log in with `hf auth login`."
-        )
+    refuse_token(args.target_model_init_kwargs, "be written into every checkpoint with the arguments")
     if args.fp16 and args.device.type == "cpu":
         raise ValueError("fp16=True needs an accelerator; on a CPU leave it out, or set bf16=True.")
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
-from ..checkpoint_format import ADAPTER_CONFIG
-from ..checkpoint_tensors import expected_tensors
+from ..checkpoint_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from ..checkpoint_tensors import expected_tensors, file_headers
 from ..modeling_dflash import DFlashDraftModel
 from .adapter_checks import TARGET_MODULES, check_adapter
 
@@ -25,7 +25,6 @@ except ImportError as error:
     raise ImportError(f"Adapters need peft: pip install 'dflash_hf[peft]' ({error}).") from error
 
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 # What peft has no field for: which weights the adapter was trained beside.
 BASE_RECORD = "adapter_base.json"
 
@@ -163,14 +162,9 @@ def check_adapter_tensors(folder: Path, adapter: PeftModel) -> None:
         ValueError: Naming the tensors.
     """
     try:
-        with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
-            saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        saved = {name: shape for name, (_, shape) in file_headers(folder / ADAPTER_WEIGHTS).items()}
     except FileNotFoundError:
         raise ValueError(f"{folder} has no {ADAPTER_WEIGHTS}, the adapter's weights. Copy it again.") from None
-    except SafetensorError as error:
-        raise ValueError(
-            f"{folder / ADAPTER_WEIGHTS} is not a readable safetensors file ({error}): copy it again."
-        ) from error
     held = get_peft_model_state_dict(adapter, save_embedding_layers=False)
     expected = {name: tuple(tensor.shape) for name, tensor in held.items()}
     if different := sorted(dict(saved.items() ^ expected.items())):

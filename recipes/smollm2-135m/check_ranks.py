@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from accelerate.utils import gather
 from get_target import get_smollm2
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
@@ -29,6 +28,7 @@ from dflash_hf import (
     tokenize_completions,
 )
 from dflash_hf.cli import parse_config
+from dflash_hf.runs.rank_comparison import rank_differences
 
 
 HERE = Path(__file__).resolve().parent
@@ -68,12 +68,10 @@ def main() -> None:
     trainer.train()
     drafter = trainer.accelerator.unwrap_model(trainer.model)
     weights = {name: tensor.detach() for name, tensor in drafter.named_parameters()}
-    flat = torch.cat([tensor.flatten() for tensor in weights.values()])
-    ranks = gather(flat[None])
     results = {
         "world_size": args.world_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "largest_difference_between_ranks": (ranks - ranks[0]).abs().max().item(),
+        "largest_difference_between_ranks": max(rank_differences(drafter).values()) if args.world_size > 1 else 0.0,
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
     }
     if trainer.is_world_process_zero():
