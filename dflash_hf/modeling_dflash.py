@@ -36,7 +36,11 @@ from .config_rules import field_problems
 from .configuration_dflash import DFlashDraftConfig
 from .flex_tiles import flex_kernel_options
 from .masking import Mask, decoding_masks
+from .sdpa_attention import register_sdpa_attention
 
+
+# Here, so that it holds where this file is loaded as remote code too.
+register_sdpa_attention()
 
 _DOWNLOAD_ARGUMENTS = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "force_download")
 
