@@ -26,6 +26,7 @@ from .runs.rotation import rotate
 from .target.frozen_target import FrozenTarget
 from .target.pairs import PairCallback, make_pair, pair_accelerator_args
 from .target.startup_times import StartupCallback
+from .target.varied_lengths import varied_lengths
 from .training.batches import (
     SetEpoch,
     check_blocks,
@@ -299,7 +300,9 @@ class DFlashTrainer(Trainer):
         self._guard.evaluated.clear()
         self.prefetcher.wait_until_idle()
         trained = self.model_wrapped is not self.model or self.is_in_train
-        output = super().evaluation_loop(dataloader, description, metric_key_prefix=metric_key_prefix, **kwargs)
+        # As in training, whoever evaluates.
+        with varied_lengths():
+            output = super().evaluation_loop(dataloader, description, metric_key_prefix=metric_key_prefix, **kwargs)
         metrics = self._evaluated.metrics(self._reduce)
         self._guard.report_evaluation(metrics["loss"])
         metrics = {f"{metric_key_prefix}_{k}": v for k, v in metrics.items()}
@@ -328,7 +331,8 @@ class DFlashTrainer(Trainer):
             ValueError: The loss cannot fall, or the checkpoint cannot be resumed.
         """
         folder = self._due_evaluation.folder = begin(self, resume_from_checkpoint)
-        with ended_in_order(self):
+        # The switch is the whole process's. Were it the target's alone, its thread would change the drafter's kernels.
+        with varied_lengths(), ended_in_order(self):
             return super().train(None if folder is None else str(folder), *args, **kwargs)
 
     def _save_checkpoint(self, model, trial):
