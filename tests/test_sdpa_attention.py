@@ -12,10 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dflash_hf import FrozenTarget, sdpa_attention
-from dflash_hf.decoding.state import DecodingState, UncachedDecodingState
-from dflash_hf.sdpa_attention import register_sdpa_attention, whole_heads_attention
-from dflash_hf.target.varied_lengths import varied_lengths
+from dflash_hf import FrozenTarget
+from dflash_hf import masking as sdpa_attention
+from dflash_hf.frozen_target import varied_lengths
+from dflash_hf.generation import DecodingState, UncachedDecodingState
+from dflash_hf.masking import register_sdpa_attention, whole_heads_attention
 
 
 class Layer(torch.nn.Module):
