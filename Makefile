@@ -44,10 +44,11 @@ style: $(VENV)/.dev ## Fix and format the code with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-quality: $(VENV)/.dev ## Check style and types, changing nothing
+quality: $(VENV)/.dev ## Check style, types and layers, changing nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 clean: ## Remove .venv and what the tools left; downloaded models and trained drafters stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,25 +3,44 @@
 
 Importing the package makes `AutoConfig` and `AutoModel` read drafters, without remote code; set the environment
 variable `DFLASH_HF_AUTO_CLASSES=0` to leave them as they are.
+
+Files, in the order in which data flows:
+
+- the drafter: `masking` (who sees whom), `checkpoint_format` (what its files must hold), `configuration_dflash`,
+  `modeling_dflash` (these four are published beside it as remote code), `auto` (registers it), `validation`
+  (`dflash-hf validate`), `convert_speculators` (from another format);
+- from chats to batches: `chats` (files to rows to chats), `rendering` (chats to token ids), `packing` (documents to
+  rows), `data_collator` (rows to tensors), `tokenizing` (chats to documents, in memory or in a folder);
+- the target: `topology` (which devices), `packed_targets`, `frozen_target`, `prefetch` (ahead of the drafter);
+- training: `training_args`, `losses`, `optimizers`, `adapters` (LoRA), `adapting` (going on from a published drafter),
+  `operations` (how much work a step is), `callbacks`, `writing` (one process a folder), `checkpointing`,
+  `remote_checkpoints`, `resuming`, `trainer`, `planning` (a run before its first step);
+- decoding: `generation`, `prompts`, `serving` (vLLM and SGLang servers), `acceptance`;
+- to the Hub: `publishing`;
+- `cli`: the options of `recipes/`, from the command line and YAML.
 """
 
 import os
 
-from .auto_classes import register_auto_classes
+from .adapting import adapt
+from .auto import register_auto_classes
 from .configuration_dflash import DFlashDraftConfig, default_target_layer_ids
-from .data.collator import DataCollatorForDFlash
-from .data.conversations import read_completions, tokenize_completions, tokenize_conversation
-from .data.loading import load_documents
-from .data.packing import PackedDataset
-from .data.tokenize_job import tokenize_files
-from .data.tokenizing import TokenizeOptions
+from .convert_speculators import convert_speculators
+from .data_collator import DataCollatorForDFlash
+from .frozen_target import FrozenTarget
 from .modeling_dflash import DFlashDraftModel
-from .target.frozen_target import FrozenTarget
+from .packing import PackedDataset
+from .tokenizing import (
+    TokenizeOptions,
+    load_documents,
+    read_completions,
+    tokenize_completions,
+    tokenize_conversation,
+    tokenize_files,
+)
 from .trainer import DFlashTrainer
-from .training.adapting import adapt
-from .training.speculators_conversion import convert_speculators
 from .training_args import DFlashTrainingArguments
-from .validation.validate import validate_checkpoint
+from .validation import validate_checkpoint
 
 
 __version__ = "0.1.0"

@@ -12,8 +12,14 @@ from transformers import PreTrainedConfig
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.utils import logging
 
-from .checkpoint_format import OWN_FIELDS, lift_nested, normalize_config, problem_report, refuse_adapter
-from .config_rules import field_problems
+from .checkpoint_format import (
+    OWN_FIELDS,
+    field_problems,
+    lift_nested,
+    normalize_config,
+    problem_report,
+    refuse_adapter,
+)
 
 
 logger = logging.get_logger(__name__)

@@ -5,11 +5,10 @@ Shapes: B rows, Q noise slots, C context rows, K taps, D hidden size.
 """
 
 import copy
-import importlib
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError
@@ -27,15 +26,113 @@ from transformers.models.qwen3.modeling_qwen3 import (
     eager_attention_forward,
     rotate_half,
 )
+from transformers.utils import CONFIG_NAME
 from transformers.utils.deprecation import deprecate_kwarg
+from transformers.utils.hub import extract_commit_hash
 
-from .checkpoint_format import problem_report
-from .checkpoint_io import check_checkpoint, check_loading_info, check_state_dict, unwrapped_state_dict
-from .chunked_attention import ChunkedMask, chunked_attention_forward
-from .config_rules import field_problems
+from .checkpoint_format import (
+    WEIGHT_DTYPES,
+    checkpoint_problems,
+    expected_tensors,
+    fetch_checkpoint,
+    field_problems,
+    problem_report,
+    read_tensor_headers,
+    refuse_adapter,
+    state_dict_headers,
+    tensor_problems,
+)
 from .configuration_dflash import DFlashDraftConfig
-from .flex_tiles import flex_kernel_options
-from .masking import Mask, decoding_masks
+from .masking import ChunkedMask, Mask, chunked_attention_forward, decoding_masks, flex_kernel_options
+
+
+# --- What is checked before a drafter is loaded, and what is made ready before it is saved.
+
+
+# Path components that wrappers put into the names of a state dict: DDP, torch.compile, FSDP, activation checkpointing.
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+def check_checkpoint(
+    path: str, config: Any, overrides: dict[str, Any], download: dict[str, Any]
+) -> tuple[DFlashDraftConfig, torch.dtype]:
+    """Check a folder or repository by its configuration and its tensor headers.
+
+    Args:
+        path: Local folder or repository id.
+        config: A configuration to use instead of `config.json`, a path to one, or None.
+        overrides: Fields of the configuration to replace.
+        download: Arguments of [`checkpoint_format.fetch_checkpoint`].
+
+    Returns:
+        The configuration to build the drafter from, and the dtype of the stored tensors.
+
+    Raises:
+        ValueError: With everything that is wrong, one a line.
+    """
+    folder = fetch_checkpoint(path, **download)
+    refuse_adapter(folder)
+    headline = f"{path} is not a drafter that this package can load"
+    # A configuration that was read as another class has that class's defaults where the file has none.
+    if config is None or (isinstance(config, PreTrainedConfig) and not isinstance(config, DFlashDraftConfig)):
+        _raise(headline, checkpoint_problems(folder))
+    if not isinstance(config, PreTrainedConfig):
+        config = DFlashDraftConfig.from_pretrained(folder if config is None else config, **overrides)
+    config = DFlashDraftConfig.from_base_config(config)
+    _raise(headline, checkpoint_problems(folder, vars(config)))
+    stored, _ = next(iter(read_tensor_headers(folder).values()))
+    # Which commit of the Hub it is; an adapter or another run can ask for the same one again.
+    config._commit_hash = None if folder == Path(path) else extract_commit_hash(str(folder / CONFIG_NAME), None)
+    return config, getattr(torch, WEIGHT_DTYPES[stored])
+
+
+def check_state_dict(config: DFlashDraftConfig, state_dict: dict[str, torch.Tensor], headline: str) -> None:
+    """Check the tensors of a model as those of a file are checked.
+
+    Raises:
+        ValueError: With everything that is wrong, one a line.
+    """
+    offloaded = [
+        f"{name} is not in memory: its device map offloads it. Move the whole drafter to one device first."
+        for name, tensor in state_dict.items()
+        if tensor.is_meta
+    ]
+    _raise(headline, offloaded or tensor_problems(expected_tensors(vars(config)), state_dict_headers(state_dict)))
+
+
+def check_loading_info(path: str | None, info: dict[str, Any]) -> None:
+    """Refuse a model of which any tensor was not loaded.
+
+    Raises:
+        ValueError: Naming the tensors.
+    """
+    kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
+    left = [f"{kind}: {sorted(map(str, info[kind]))}" for kind in kinds if info[kind]]
+    _raise(f"{path} was not loaded as it is: leave out key_mapping and ignore_mismatched_sizes", left)
+
+
+def unwrapped_state_dict(state_dict: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """Names as in a published drafter, and floating-point tensors in the dtype asked for.
+
+    Args:
+        state_dict: Of a drafter, perhaps under a wrapper.
+        dtype: bf16, fp16 or fp32; None keeps what is held.
+    """
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or str(dtype)[6:] not in WEIGHT_DTYPES.values()):
+        raise ValueError(
+            f"dtype is {dtype!r}: expected torch.bfloat16, torch.float16 or torch.float32, the dtypes that every "
+            "reader of a drafter takes. Pass one of them, or leave it out to keep what is held."
+        )
+    named = {".".join(p for p in name.split(".") if p not in _WRAPPERS): t for name, t in state_dict.items()}
+    if dtype is None:
+        return named
+    # The copy goes to the CPU: during training the device has no room for it.
+    return {name: t if t.is_meta else t.detach().to("cpu", dtype) for name, t in named.items()}
+
+
+def _raise(headline: str, problems: list[str]) -> None:
+    if problems:
+        raise ValueError(problem_report(headline, problems))
 
 
 _DOWNLOAD_ARGUMENTS = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "force_download")
@@ -143,6 +240,8 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "noise_embeds"
     _no_split_modules = ["DFlashDecoderLayer"]  # noqa: RUF012
+    # What publishes a drafter; `publishing` sets it, which does not ship with a drafter.
+    publisher: ClassVar[Callable[..., str] | None] = None
     # Flash attention takes no mask per query, which many anchors in one row need.
     _supports_flash_attn = False
 
@@ -291,12 +390,12 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         Args:
             repo_id: Repository on the Hub, "OWNER/NAME".
             dtype (`torch.dtype`, *optional*): As for [`save_pretrained`].
-            **kwargs: As for [`publishing.sending.push_drafter`], such as `private`, `revision`, `commit_message`,
+            **kwargs: As for [`publishing.push_drafter`], such as `private`, `revision`, `commit_message`,
                 `tag`, `token` and `options`.
         """
-        # Not an import statement: as remote code this file loads where the package is missing.
-        publishing = importlib.import_module("dflash_hf.publishing.sending")
-        return publishing.push_drafter(self, repo_id, dtype, **kwargs)
+        if DFlashDraftModel.publisher is None:
+            raise ImportError("Publishing a drafter needs dflash_hf: load it with dflash_hf.DFlashDraftModel.")
+        return DFlashDraftModel.publisher(self, repo_id, dtype, **kwargs)
 
     def _exported(
         self, dtype: torch.dtype | None, state_dict: dict[str, torch.Tensor] | None = None
@@ -319,5 +418,6 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
 
 # save_pretrained copies this file and its neighbours, so that AutoModel loads the folder with trust_remote_code.
 DFlashDraftModel.register_for_auto_class("AutoModel")
+
 
 __all__ = ["DFlashDraftModel"]

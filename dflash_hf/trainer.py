@@ -2,47 +2,615 @@
 """`DFlashTrainer`: a transformers Trainer that runs a frozen target beside the drafter it trains."""
 
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from datasets import DatasetDict
+from accelerate.state import GradientState
+from datasets import Dataset, DatasetDict
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
+from transformers.utils import logging
 
-from .data.packing import PackedDataset, RowSampler
-from .modeling_dflash import DFlashDraftModel
-from .publishing.hub_pushes import push_checkpoint, push_run, write_card
-from .publishing.model_card import CardOptions
-from .publishing.training_facts import TrainingFacts
-from .runs.guards import StepGuard
-from .runs.interrupts import Interrupts, spare_workers
-from .runs.lifecycle import begin, ended_in_order, save
-from .runs.operations import batch_operations, drafter_weights
-from .runs.output_lock import writes_alone
-from .runs.remote_checkpoints import RemoteCheckpointCallback
-from .runs.resumed_state import DueEvaluation, own_settings
-from .runs.rotation import rotate
-from .target.frozen_target import FrozenTarget
-from .target.pairs import PairCallback, make_pair, pair_accelerator_args
-from .target.startup_times import StartupCallback
-from .training.batches import (
-    SetEpoch,
-    check_blocks,
-    count_tokens,
-    data_seed,
-    make_collator,
-    pack_rows,
-    without_repeated_rows,
+from .acceptance import WalkSums, walk_batch
+from .adapting import check_continuing, check_part, check_resumed_part, is_adapter, make_trainable
+from .callbacks import (
+    Interrupts,
+    StepGuard,
+    TrainingInterrupted,
+    check_can_learn,
+    first_nonfinite_parameter,
+    spare_workers,
 )
-from .training.context_noise import add_context_noise
-from .training.drafter_loss import drafter_loss
-from .training.losses import IGNORE_INDEX
-from .training.metric_sums import EvaluationSums, TrainingSums
-from .training.model_preparation import compile_layers, compute_dtype, forget_preparation, load_drafter, prepare_models
-from .training.objectives import Objective, objective_of
-from .training.optimizers import muon_with_adamw
-from .training_args import DFlashTrainingArguments
+from .checkpointing import decided_by_main, rotate, write_checkpoint, writes_alone
+from .configuration_dflash import DFlashDraftConfig
+from .data_collator import IGNORE_INDEX, DataCollatorForDFlash, check_documents, check_token_ids, num_valid_anchors
+from .frozen_target import FrozenHead, FrozenTarget, StartupCallback, read_eos_token_ids
+from .losses import BlockSums, Objective, add_context_noise, compares_distributions, drafter_loss, objective_of
+from .modeling_dflash import DFlashDraftModel
+from .operations import batch_operations, drafter_weights
+from .optimizers import muon_with_adamw
+from .packing import PackedDataset, RowSampler, with_sources
+from .prefetch import PairCallback, make_pair, pair_accelerator_args, place_target
+from .publishing import CardOptions, TrainingFacts, push_checkpoint, push_run, write_card
+from .remote_checkpoints import RemoteCheckpointCallback
+from .resuming import (
+    EVALUATION_DUE,
+    DueEvaluation,
+    own_settings,
+    prepare_output,
+    resume_folder,
+    run_record,
+    write_record,
+)
+from .tokenizing import check_documents_fit, load_documents, tokenize_completions
+from .training_args import DFlashTrainingArguments, check_trainer_options
+
+
+# --- What training and an evaluation add up over batches: blocks at random anchors, and the walks of whole answers.
+
+
+logger = logging.get_logger(__name__)
+
+
+class TrainingSums:
+    """Sums of the blocks trained on since the last log, from which its metrics are made.
+
+    Args:
+        block_size: Slots of a block.
+        device: Where the loss is.
+    """
+
+    def __init__(self, block_size: int, device: torch.device):
+        self.blocks = BlockSums.zeros(block_size, device)
+        self._step = BlockSums.zeros(block_size, device)
+
+    def add(self, sums: BlockSums) -> None:
+        """Add a micro-batch of the present step."""
+        self._step.add(sums)
+
+    def end_step(self, left_out: torch.Tensor) -> None:
+        """Keep the present step's sums, unless the step is left out, which the device knows."""
+        values = self._step.values
+        self.blocks.values += torch.where(left_out, torch.zeros_like(values), values)
+        values.zero_()
+
+    def take(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
+        """The metrics, whose loss is NaN where no step was kept; the next ones begin anew.
+
+        Args:
+            reduce: Adds a tensor up over the ranks.
+        """
+        sums = BlockSums(reduce(self.blocks.values.clone()))
+        self.blocks.values.zero_()
+        metrics = sums.metrics()
+        return metrics if sums.values[1] > 0 else metrics | {"loss": float("nan")}
+
+
+class EvaluationSums:
+    """Sums of one evaluation, from which its metrics are made once.
+
+    Args:
+        block_size: Slots of a block.
+        device: Where the loss is.
+    """
+
+    def __init__(self, block_size: int, device: torch.device):
+        self.block_size = block_size
+        self.blocks = BlockSums.zeros(block_size, device)
+        self.walk = WalkSums.zeros(block_size)
+        self._sources: list[str] | None = None
+
+    def restart(self, dataset: Any) -> None:
+        """Forget the last evaluation; the next one is of this data set, which may name its documents' sources."""
+        self.blocks.values.zero_()
+        self._sources = dataset.sources if isinstance(dataset, PackedDataset) else None
+        self.walk = WalkSums.zeros(self.block_size, sorted(set(self._sources or [])))
+
+    def walk_answers(
+        self, model: nn.Module, config: Any, head: FrozenHead, inputs: dict[str, Any], context: torch.Tensor
+    ) -> None:
+        """Walk the answers of a batch; arguments as for [`walk_batch`]."""
+        if "supervised_runs" not in inputs:
+            logger.warning_once(
+                "The collator gives no `supervised_runs`, so no answer can be walked: the acceptance length is "
+                "that at random anchors."
+            )
+            return
+        for answer in walk_batch(model, config, head, inputs, context):
+            self.walk.add(answer, None if self._sources is None else self._sources[answer.document])
+
+    def metrics(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
+        """Loss and acceptance as ratios of sums over all blocks.
+
+        Args:
+            reduce: Adds a tensor up over the ranks.
+        """
+        walked = reduce(self.walk.values.to(self.blocks.values.device))
+        blocks = BlockSums(reduce(self.blocks.values.clone()))
+        return blocks.metrics() | WalkSums(walked, self.walk.sources).metrics()
+
+
+# --- From what a trainer was given to packed rows, their order, and batches of them.
+
+
+# Anchor slots of a row are padded to a multiple of this, so that their slots fill whole tiles of the attention.
+ANCHOR_BUCKET = 64
+
+
+def data_seed(args: DFlashTrainingArguments) -> int:
+    """The seed of rows, anchors and noise."""
+    return args.seed if args.data_seed is None else args.data_seed
+
+
+def documents_reader(
+    args: DFlashTrainingArguments, target: str, tokenizer: PreTrainedTokenizerBase
+) -> Callable[..., Dataset]:
+    """[`load_documents`] as a run's arguments say: it takes an address, and a split.
+
+    Args:
+        args: How chats are tokenised, and what may differ.
+        target: Hub id or folder of the target, whose end-of-sequence ids end an answer.
+        tokenizer: The target's.
+
+    Raises:
+        OSError, ValueError: The target has neither a generation config nor a configuration.
+    """
+    return partial(
+        load_documents,
+        tokenizer=tokenizer,
+        allow_other_template=args.allow_other_template,
+        max_length=args.max_length or args.row_length,
+        enable_thinking=args.enable_thinking,
+        eos_token_ids=read_eos_token_ids(target),
+    )
+
+
+def pack_rows(
+    data: Any,
+    args: DFlashTrainingArguments,
+    config: Any,
+    target: FrozenTarget,
+    vocab_size: int,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> PackedDataset | None:
+    """Chats or documents to packed rows, checked before any GPU time is spent.
+
+    Args:
+        data: Chats, documents or packed rows; None stays None.
+        args: Lengths, seed and how chats are tokenised.
+        config: The drafter's configuration.
+        target: Whose end-of-sequence ids end an answer.
+        vocab_size: Rows of the target's head.
+        tokenizer: The target's; needed for chats.
+
+    Raises:
+        ValueError: The data does not fit target and drafter, or nothing in it can be learned from.
+    """
+    if data is None:
+        return None
+    documents = data.documents if isinstance(data, PackedDataset) else _documents(data, args, target, tokenizer)
+    check_documents_fit(documents, tokenizer, args.allow_other_template)
+    check_documents(documents, config.block_size)
+    check_token_ids(documents, vocab_size, config.mask_token_id)
+    if isinstance(data, PackedDataset):
+        return data
+    return PackedDataset(documents, args.row_length, seed=data_seed(args))
+
+
+def _documents(
+    data: Any, args: DFlashTrainingArguments, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase | None
+) -> Any:
+    """Documents of data that holds chats or documents."""
+    if not isinstance(data, Dataset | list | tuple):
+        raise ValueError(
+            f"The data is a {type(data).__name__}; rows are packed from known lengths, so give a "
+            "datasets.Dataset (one split), a list of documents or a PackedDataset."
+        )
+    if len(data) == 0:
+        raise ValueError("The data has no documents; expected at least one. Check the file and its filters.")
+    columns = data.column_names if isinstance(data, Dataset) else list(data[0])
+    if "messages" in columns:
+        if tokenizer is None:
+            raise ValueError(
+                "The data holds chats (a `messages` column) but no tokenizer was given. Pass the target's "
+                "tokenizer as processing_class, or documents with input_ids and supervised_spans."
+            )
+        documents = tokenize_completions(
+            list(data),
+            tokenizer,
+            max_length=args.max_length or args.row_length,
+            enable_thinking=args.enable_thinking,
+            eos_token_ids=target.eos_token_ids,
+        )
+        return with_sources(documents, data)
+    rows = [columns] if isinstance(data, Dataset) else data
+    for index, names in enumerate(rows):
+        if not {"input_ids", "supervised_spans"} <= set(names):
+            raise ValueError(
+                f"Row {index} of the data has the columns {list(names)}; expected chats (`messages`) or documents "
+                "(`input_ids` and `supervised_spans`). Tokenise it with dflash_hf.tokenize_completions(rows, "
+                "tokenizer)."
+            )
+    return data
+
+
+def make_collator(rows: PackedDataset | None, args: DFlashTrainingArguments, block_size: int) -> DataCollatorForDFlash:
+    """The collator of packed rows; where kernels are compiled, all batches have one shape.
+
+    Args:
+        rows: What it will collate, if that is known.
+        args: Anchors, row length, seed and device.
+        block_size: Slots of a block.
+    """
+    row_length = args.row_length if rows is None else rows.row_length
+    cap = args.max_anchors_per_row or max(1, row_length // 4)
+    collator = DataCollatorForDFlash(block_size, args.num_anchors, data_seed(args), cap)
+    if args.device.type != "cpu":
+        if rows is not None:
+            draws = np.minimum(num_valid_anchors(rows.documents), args.num_anchors)
+            cap = min(cap, rows.largest_row_sum(draws))
+        collator.row_length = row_length
+        collator.pad_anchors_to_multiple_of = -(-cap // ANCHOR_BUCKET) * ANCHOR_BUCKET
+    return collator
+
+
+def check_blocks(inputs: dict[str, Any], block_size: int) -> None:
+    """Refuse a batch whose blocks are not the drafter's.
+
+    Raises:
+        ValueError: Naming both sizes.
+    """
+    if inputs["labels"].shape[-1] != block_size:
+        raise ValueError(
+            f"The collator makes blocks of {inputs['labels'].shape[-1]} slots, the drafter's block_size is "
+            f"{block_size}. Give both the same, or leave data_collator out."
+        )
+
+
+def without_repeated_rows(
+    inputs: dict[str, Any], state: GradientState, args: DFlashTrainingArguments, rows_per_rank: int
+) -> dict[str, Any]:
+    """A batch in which rows that accelerate repeats, so that all ranks have as many, count nothing.
+
+    Args:
+        inputs: A batch of the collator; only the last one of an epoch is changed.
+        state: accelerate's state, which knows the last batch.
+        args: The training arguments.
+        rows_per_rank: Rows of a whole batch of one rank.
+    """
+    remainder = state.remainder
+    if remainder < 0 and state.end_of_dataloader and not args.dataloader_drop_last:
+        # accelerate does not know it in an epoch that was resumed.
+        remainder = len(state.active_dataloader.dataset) % (rows_per_rank * args.world_size)
+    if args.world_size > 1 and state.end_of_dataloader and remainder > 0:
+        own = max(0, remainder - args.process_index * rows_per_rank)
+        labels = inputs["labels"].clone()
+        labels[own:] = IGNORE_INDEX
+        inputs = {**inputs, "labels": labels}
+        if "counted_slots" in inputs:
+            counted = inputs["counted_slots"].copy()
+            counted[own:] = 0
+            inputs["counted_slots"] = counted
+    return inputs
+
+
+def count_tokens(
+    inputs: dict[str, Any], what: str, device: torch.device, reduce: Callable[[torch.Tensor], torch.Tensor]
+) -> int:
+    """Tokens of a micro-batch over all ranks, for `include_num_input_tokens_seen`.
+
+    Args:
+        inputs: A batch of the collator.
+        what: `"all"` with padding, `"non_padding"` without, or `"no"` for 0.
+        device: On which tensors can be added up.
+        reduce: Adds a tensor up over the ranks.
+    """
+    if what == "no":
+        return 0
+    input_ids = inputs["input_ids"]
+    own = input_ids.numel() if what == "all" else sum(map(sum, inputs["document_lengths"]))
+    return int(reduce(torch.tensor(own, device=device)).item())
+
+
+class SetEpoch(TrainerCallback):
+    """Tells the sampler the epoch; accelerate does not reach it through a resumed, sharded dataloader."""
+
+    def __init__(self, sampler: RowSampler):
+        self.sampler = sampler
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.sampler.set_epoch(int((state.epoch or 0) + 1e-6))
+
+
+# --- Target and drafter as training needs them: loaded, placed and frozen; in fp32, with compiled layers.
+
+
+def load_drafter(model: DFlashDraftModel | str | Path, args: Any, others: dict[str, Any]) -> Any:
+    """The drafter that a trainer was given, with arguments that can train one.
+
+    Args:
+        model: The drafter, or its folder or Hub id.
+        args: The training arguments.
+        others: Further arguments of transformers' Trainer.
+
+    Raises:
+        ValueError: One of them is of another kind, or would have no effect.
+    """
+    if not isinstance(args, DFlashTrainingArguments):
+        raise ValueError(
+            f"args is a {type(args).__name__}; DFlashTrainer needs DFlashTrainingArguments, which knows the "
+            "anchors, the noise and the packing."
+        )
+    drafter: Any = DFlashDraftModel.from_pretrained(model) if isinstance(model, str | Path) else model
+    if not isinstance(drafter.config, DFlashDraftConfig):
+        raise ValueError(
+            f"model is a {type(drafter).__name__}; DFlashTrainer trains a DFlashDraftModel, and the target goes "
+            "into target_model. Swap them, or make a drafter with DFlashDraftConfig.from_target_config."
+        )
+    check_trainer_options(others, args)
+    return drafter
+
+
+def prepare_models(
+    drafter: DFlashDraftModel,
+    target_model: "str | Path | PreTrainedModel | FrozenTarget",
+    args: DFlashTrainingArguments,
+    tokenizer: PreTrainedTokenizerBase | None,
+    peft_config: Any,
+) -> tuple[nn.Module, FrozenTarget, FrozenHead]:
+    """The part of the drafter that is trained, the target, and the target's head on the drafter's device.
+
+    Args:
+        drafter: The drafter, changed in place.
+        target_model: Hub id, folder, model or frozen target.
+        args: The training arguments.
+        tokenizer: The target's, if it is known.
+        peft_config: Of an adapter, or None.
+
+    Raises:
+        ValueError: Drafter and target do not fit together, or cannot be trained so.
+    """
+    config: Any = drafter.config
+    check_part(drafter, peft_config, args.trainable_modules)
+    target = frozen_target(target_model, config.target_layer_ids, args, compares_distributions(args.objective))
+    check_continuing(config, target, tokenizer)
+    head = FrozenHead(target.model, args.device)
+    # A frozen drafter under autocast needs no fp32 masters.
+    frozen = is_adapter(drafter) or peft_config is not None
+    prepare_drafter(drafter, args, keep_dtype=frozen and (args.bf16 or args.fp16))
+    return make_trainable(drafter, peft_config, args.trainable_modules, args.seed), target, head
+
+
+def frozen_target(
+    target_model: "str | Path | PreTrainedModel | FrozenTarget",
+    taps: list[int] | None,
+    args: DFlashTrainingArguments,
+    final_states: bool,
+) -> FrozenTarget:
+    """The target that a trainer was given, loaded and placed.
+
+    Args:
+        target_model: Hub id, folder, model or frozen target.
+        taps: Layers whose outputs are read.
+        args: Where the target goes, and how it is loaded.
+        final_states: Whether it also gives the states that its head reads.
+
+    Raises:
+        ValueError: It is none of these, or was loaded already and cannot take loading arguments.
+    """
+    if isinstance(target_model, FrozenTarget):
+        if final_states and not target_model.final_states:
+            raise ValueError(
+                f"objective={args.objective!r} compares with the target's distribution, but the FrozenTarget stops "
+                "after its last tap. Make it with final_states=True, or pass the target's id or folder."
+            )
+        if args.target_model_init_kwargs:
+            raise ValueError(
+                f"target_model_init_kwargs={args.target_model_init_kwargs} were given together with a FrozenTarget, "
+                "which is loaded already. Pass them to FrozenTarget, or pass the target's id or folder."
+            )
+        return target_model
+    if not isinstance(target_model, str | Path | PreTrainedModel):
+        raise ValueError(
+            f"target_model is a {type(target_model).__name__}; give a Hub id, a folder, a loaded causal language "
+            "model or a FrozenTarget."
+        )
+    device, spread = place_target(args)
+    init_kwargs = args.target_model_init_kwargs or {}
+    assert isinstance(init_kwargs, dict)  # a JSON string becomes a dict in TrainingArguments
+    if isinstance(target_model, str | Path):
+        init_kwargs = {**spread, **init_kwargs}
+    return FrozenTarget(
+        target_model,
+        taps or [],
+        device=device,
+        compile_target=args.compile_target,
+        allow_slow_target=args.allow_slow_target,
+        final_states=final_states,
+        **init_kwargs,
+    )
+
+
+def prepare_drafter(model: DFlashDraftModel, args: DFlashTrainingArguments, keep_dtype: bool = False) -> None:
+    """Give a drafter fp32 masters and an attention backend that can train on the device.
+
+    Args:
+        model: The drafter, changed in place.
+        args: The training arguments.
+        keep_dtype: Whether the parameters stay as they are, which a frozen drafter under autocast may.
+
+    Raises:
+        ValueError: The attention backend cannot train there.
+    """
+    if not keep_dtype and any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()):
+        # AdamW steps at these rates vanish in bf16: norm weights would never move.
+        logger.info("The drafter's parameters are kept in fp32; use bf16=True for autocast.")
+        model.float()
+    if args.cpu_for_want_of_gpu and args.process_index == 0:
+        logger.warning_once(
+            "torch finds no GPU, so target and drafter run on the CPU. If there is one, torch and its driver do not "
+            "go together: python -c 'import torch; torch.zeros(1).cuda()' says why. If it is meant, set use_cpu=True."
+        )
+    implementation = args.drafter_attn_implementation
+    if implementation is None:
+        implementation = "flex_attention" if args.device.type == "cuda" else "sdpa"
+    if implementation == "flex_attention" and args.device.type == "cpu":
+        raise ValueError("flex_attention has no backward on CPU; leave drafter_attn_implementation unset for sdpa.")
+    model.set_attn_implementation(implementation)
+    compiled = args.device.type == "cuda" if args.compile_layers is None else args.compile_layers
+    if compiled and not args.torch_compile:
+        compile_layers(model)
+
+
+def compute_dtype(args: DFlashTrainingArguments, drafter: Any) -> torch.dtype:
+    """Type of the drafter's inputs: that of autocast, or of its parameters where there is none."""
+    if args.bf16 or args.fp16:
+        return torch.bfloat16 if args.bf16 else torch.float16
+    return drafter.dtype
+
+
+def forget_preparation(trainer: Any) -> None:
+    """Let a drafter that was only evaluated be prepared anew.
+
+    Preparing for evaluation marks it as prepared, and a later `train()` would leave it without the wrapper that adds
+    up the gradients of all ranks.
+    """
+    trainer.accelerator._models.clear()
+    trainer.model._is_accelerate_prepared = False
+
+
+def compile_layers(model: DFlashDraftModel, **kwargs) -> None:
+    """Compile each layer by itself, in place: layers of one kind share their code, so two compilations serve all.
+
+    Args:
+        model: The drafter; its parameters keep their names.
+        **kwargs: Arguments of `torch.compile`, such as the backend.
+    """
+    # Training and evaluation, layer kinds and the last, shorter batch are graphs of one function; falling back to
+    # uncompiled flex attention would need the memory of all queries times all keys.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
+    # Data parallel training would cut each layer's graph where a bucket of 25 MB of its parameters is full: pieces
+    # that do not fuse, keep more for the backward and round otherwise than one rank's. Gradients cross under the
+    # backward of the layers before as it is.
+    torch._dynamo.config.optimize_ddp = False
+    for layer in model.layers:
+        layer.compile(dynamic=False, **kwargs)
+
+
+# --- A run's course around its steps: what is checked and found before them, saved between them, and finished after.
+
+
+def begin(trainer: Any, resume_from_checkpoint: str | bool | None) -> Path | None:
+    """Check that a run can learn and be saved, write down what it is, and find the checkpoint that it goes on from.
+
+    Args:
+        trainer: The [`DFlashTrainer`] that is about to train.
+        resume_from_checkpoint: As for [`DFlashTrainer.train`].
+
+    Returns:
+        The checkpoint's folder, the same on every rank; None for a run that starts.
+
+    Raises:
+        ValueError: The loss cannot fall, or the checkpoint cannot be resumed.
+        DiskSpaceError: No checkpoint would fit.
+    """
+    args, optimizer = trainer.args, trainer.optimizer
+    groups = [{"lr": args.learning_rate}] if optimizer is None else optimizer.param_groups
+    check_can_learn(trainer.model, groups, partial=is_adapter(trainer.model) or bool(args.trainable_modules))
+    decided_by_main(trainer, lambda: prepare_output(trainer))
+    trainer.run_record = run_record(trainer)
+    folder = decided_by_main(trainer, lambda: resume_folder(trainer, resume_from_checkpoint))
+    check_resumed_part(folder, trainer.accelerator.unwrap_model(trainer.model))
+    return folder
+
+
+def save(trainer: Any, run_dir: Path) -> Path | None:
+    """Write a checkpoint of the present step, with the run's record in it.
+
+    Args:
+        trainer: The [`DFlashTrainer`] that trains.
+        run_dir: Folder of the checkpoints.
+
+    Returns:
+        The checkpoint's folder; None where the drafter is not finite, of which there is none.
+    """
+    trainer._guard.flush()
+    # Schedule-free optimizers step at other weights than they evaluate and leave behind.
+    trainer.optimizer.eval()
+    parameter = first_nonfinite_parameter(trainer.model)
+    if parameter is not None:
+        logger.error(f"No checkpoint of step {trainer.state.global_step}: the drafter's {parameter} is not finite.")
+        return None
+    record = {**trainer.run_record, EVALUATION_DUE: trainer._interrupts.evaluation_is_due}
+    return write_checkpoint(trainer, run_dir, lambda aside: write_record(record, aside))
+
+
+@contextmanager
+def ended_in_order(trainer: Any) -> Iterator[None]:
+    """Around the training itself: signals end it with a checkpoint, and nothing that it started is left running.
+
+    Args:
+        trainer: The [`DFlashTrainer`] that trains.
+
+    Raises:
+        TrainingInterrupted: A signal came.
+        NonFiniteTrainingError: The run took no step, or its weights are not finite.
+        RemoteCheckpointError: The last checkpoint never arrived at the remote address.
+    """
+    interrupts, guard = trainer._interrupts, trainer._guard
+    interrupts.install()
+    try:
+        yield
+        guard.finish()
+        trainer.optimizer.eval()
+        _save_late(trainer)
+        for mirror in _mirrors(trainer):
+            decided_by_main(trainer, mirror.finish)
+    except TrainingInterrupted:
+        _end_interrupted(trainer)
+        raise
+    finally:
+        for mirror in _mirrors(trainer):
+            mirror.close()
+        trainer.prefetcher.close()
+        guard.close()
+        interrupts.remove()
+    interrupts.pass_on()
+
+
+def _save_late(trainer: Any) -> None:
+    """Write a checkpoint of a run that writes none, if a signal came behind its last step, such as in an evaluation.
+
+    The signal is passed on, and may end the process before anything else is saved.
+    """
+    interrupts = trainer._interrupts
+    if trainer.args.save_strategy == SaveStrategy.NO and not interrupts.saves_last:
+        came = trainer.accelerator.reduce(interrupts.flag(trainer.args.device), reduction="sum")
+        if came.item():
+            trainer._save_checkpoint(trainer.model, None)
+
+
+def _mirrors(trainer: Any) -> list[RemoteCheckpointCallback]:
+    return [c for c in trainer.callback_handler.callbacks if isinstance(c, RemoteCheckpointCallback)]
+
+
+def _end_interrupted(trainer: Any) -> None:
+    """What the parent does at the end of a run, which an interrupt passes over."""
+    trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
+    trainer._finish_current_push()
+    for mirror in _mirrors(trainer):
+        mirror.close()
+    trainer.is_in_train = False
+    if trainer.args.world_size > 1:
+        # A rank that exits while another one still talks to it aborts.
+        trainer.accelerator.wait_for_everyone()
+        trainer.accelerator.state.destroy_process_group()
 
 
 class DFlashTrainer(Trainer):
@@ -392,6 +960,3 @@ class DFlashTrainer(Trainer):
         """
         if self.is_world_process_zero():
             write_card(self, options)
-
-
-__all__ = ["DFlashTrainer", "add_context_noise", "compile_layers"]

@@ -19,14 +19,13 @@ from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
+from dflash_hf.adapting import check_part, plain_drafter
+from dflash_hf.callbacks import end_together
 from dflash_hf.cli import errors_in_one_line, parse_config, refuse_unused
-from dflash_hf.data.manifest import read_manifest
-from dflash_hf.publishing.training_facts import FACTS_NAME, read_facts
-from dflash_hf.runs.launching import end_together
-from dflash_hf.runs.lifecycle import begin
-from dflash_hf.training.batches import documents_reader
-from dflash_hf.training.partial_training import check_part, plain_drafter
-from dflash_hf.training.refused_options import check_scripted
+from dflash_hf.publishing import FACTS_NAME, read_facts
+from dflash_hf.tokenizing import read_manifest
+from dflash_hf.trainer import begin, documents_reader
+from dflash_hf.training_args import check_scripted
 
 
 CONFIG = Path(__file__).resolve().parent / "adapt.yaml"
@@ -95,7 +94,7 @@ def adapter_of(adapt: AdaptArguments, args: DFlashTrainingArguments) -> Any:
     if adapt.lora_rank == 0 or args.trainable_modules is not None:
         return None
     # Needs peft, which training the drafter itself does not.
-    from dflash_hf.training.drafter_adapters import lora_config
+    from dflash_hf.adapters import lora_config
 
     modules = {} if adapt.lora_modules is None else {"target_modules": adapt.lora_modules}
     return lora_config(adapt.lora_rank, adapt.lora_alpha, **modules)

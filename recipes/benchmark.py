@@ -55,9 +55,9 @@ from benchmark_variants import (
 
 from dflash_hf import DFlashDraftModel, FrozenTarget
 from dflash_hf.cli import parse_config
-from dflash_hf.runs.operations import product_rate
-from dflash_hf.target.head import FrozenHead
-from dflash_hf.training.losses import Objective, make_objective
+from dflash_hf.frozen_target import FrozenHead
+from dflash_hf.losses import Objective, make_objective
+from dflash_hf.operations import product_rate
 
 
 class Benchmark:

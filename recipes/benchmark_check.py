@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.target.head import FrozenHead
-from dflash_hf.training.losses import IGNORE_INDEX, DecayedCrossEntropy, DPace, Objective
+from dflash_hf.data_collator import IGNORE_INDEX
+from dflash_hf.frozen_target import FrozenHead
+from dflash_hf.losses import DecayedCrossEntropy, DPace, Objective
 
 
 def checked_parameters(drafter: DFlashDraftModel) -> list[str]:

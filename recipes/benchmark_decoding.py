@@ -31,8 +31,7 @@ from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.cli import parse_config
-from dflash_hf.decoding.checks import check_drafter
-from dflash_hf.decoding.state import DecodingState
+from dflash_hf.generation import DecodingState, check_drafter
 
 
 # What is measured, and what it is called in the table.

@@ -13,11 +13,11 @@ from benchmark_variants import OPTIMIZERS, state_tensors
 from transformers import AutoModelForCausalLM
 
 from dflash_hf import DFlashDraftModel, FrozenTarget
-from dflash_hf.target.dense import PackedDense
-from dflash_hf.target.head import FrozenHead
+from dflash_hf.data_collator import IGNORE_INDEX
+from dflash_hf.frozen_target import FrozenHead
+from dflash_hf.losses import Objective, drafter_loss
+from dflash_hf.packed_targets import PackedDense
 from dflash_hf.trainer import add_context_noise, compile_layers
-from dflash_hf.training.drafter_loss import drafter_loss
-from dflash_hf.training.losses import IGNORE_INDEX, Objective
 
 
 class DrafterStep:

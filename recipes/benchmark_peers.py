@@ -17,8 +17,8 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.target.head import FrozenHead
-from dflash_hf.training.losses import DecayedCrossEntropy, DPace, Objective
+from dflash_hf.frozen_target import FrozenHead
+from dflash_hf.losses import DecayedCrossEntropy, DPace, Objective
 
 
 def _plain_config(drafter: DFlashDraftModel, attention: str, **fields) -> Qwen3Config:

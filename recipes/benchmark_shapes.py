@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3_5TextConfig, Qwen3Config
 
 from dflash_hf import DataCollatorForDFlash, DFlashDraftConfig, DFlashDraftModel, FrozenTarget
-from dflash_hf.runs.operations import Operations, batch_operations, drafter_weights, passed_weights
-from dflash_hf.target.head import FrozenHead
+from dflash_hf.frozen_target import FrozenHead
+from dflash_hf.operations import Operations, batch_operations, drafter_weights, passed_weights
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"

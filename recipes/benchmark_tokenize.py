@@ -30,8 +30,7 @@ import psutil
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from dflash_hf.cli import parse_config
-from dflash_hf.data.tokenize_job import tokenize_files
-from dflash_hf.data.tokenizing import TokenizeOptions
+from dflash_hf.tokenizing import TokenizeOptions, tokenize_files
 
 
 # The encodings of one call take about thirty times the memory of their text, so a call gets no more than this.

@@ -15,7 +15,7 @@ from torch.optim import AdamW, Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.training.optimizers import MuonWithAdamW
+from dflash_hf.optimizers import MuonWithAdamW
 
 
 NO_TORCHAO = "{} needs torchao, which cannot be imported ({}). Run `pip install --no-deps torchao`, or leave it out."

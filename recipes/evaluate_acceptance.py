@@ -33,23 +33,25 @@ from transformers import AutoTokenizer, PreTrainedModel
 import dflash_hf
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.acceptance import (
+    DEFINITION,
     AcceptanceReport,
     DecodingSettings,
+    markdown,
     measure_acceptance,
     plain_answers,
+    plot_reports,
+    plot_servers,
+    prompt_rows,
+    server_markdown,
     walked_acceptance_length,
 )
+from dflash_hf.checkpointing import check_writable
 from dflash_hf.cli import parse_config, refuse_unused
-from dflash_hf.decoding.plain_answers import prompt_rows
-from dflash_hf.decoding.prompts import PRESETS, EvaluationPrompt, preset_prompts, prompt_token_ids, read_prompts
-from dflash_hf.decoding.report_files import DEFINITION, markdown, plot_reports, plot_servers, server_markdown
-from dflash_hf.decoding.sampling import Sampling
-from dflash_hf.decoding.serving import Server, ServerError, ServerReport, measure_server, plain_tokens_per_second
-from dflash_hf.one_writer import only_writer
-from dflash_hf.runs.resuming import check_writable
-from dflash_hf.target.checks import check_fits
-from dflash_hf.target.head import COMPUTE_TYPES
-from dflash_hf.target.loading import load_model, refuse_token
+from dflash_hf.frozen_target import COMPUTE_TYPES, check_fits, load_model, refuse_token
+from dflash_hf.generation import Sampling
+from dflash_hf.prompts import PRESETS, EvaluationPrompt, preset_prompts, prompt_token_ids, read_prompts
+from dflash_hf.serving import Server, ServerError, ServerReport, measure_server, plain_tokens_per_second
+from dflash_hf.writing import only_writer
 
 
 # Seconds after which what is measured so far is written once more.

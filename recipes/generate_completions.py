@@ -42,15 +42,24 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from dflash_hf.chats import (
+    TOKEN_ID_KEYS,
+    RowError,
+    clean_messages,
+    clean_tools,
+    is_remote,
+    nesting_limited,
+    parsed,
+    requested,
+    template_kwargs,
+    without_none,
+)
 from dflash_hf.cli import parse_config, refuse_unused
-from dflash_hf.data.addresses import is_remote
-from dflash_hf.data.chat_messages import RowError, clean_messages, clean_tools, nesting_limited, parsed, without_none
-from dflash_hf.data.chat_rows import TOKEN_ID_KEYS, requested, template_kwargs
-from dflash_hf.data.conversations import SOURCE_KEY, read_completions
-from dflash_hf.decoding.completion_client import AnswerError, CompletionServer
-from dflash_hf.decoding.prompts import EvaluationPrompt, prompt_token_ids
-from dflash_hf.one_writer import only_writer
-from dflash_hf.target.loading import eos_token_ids, load_model
+from dflash_hf.frozen_target import eos_token_ids, load_model
+from dflash_hf.prompts import EvaluationPrompt, prompt_token_ids
+from dflash_hf.serving import AnswerError, CompletionServer
+from dflash_hf.tokenizing import SOURCE_KEY, read_completions
+from dflash_hf.writing import only_writer
 
 
 logger = logging.getLogger(__name__)

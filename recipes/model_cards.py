@@ -13,12 +13,10 @@ from huggingface_hub import ModelCard
 from transformers import AutoConfig
 
 from dflash_hf import DFlashDraftConfig
-from dflash_hf.checkpoint_tensors import expected_tensors
-from dflash_hf.publishing.card_results import CardResults, ResultRow
-from dflash_hf.publishing.model_card import CardOptions, model_card
-from dflash_hf.publishing.training_facts import differing_arguments
-from dflash_hf.validation.checkpoint import Checkpoint
-from dflash_hf.yaml_mapping import load_yaml_mapping
+from dflash_hf.checkpoint_format import expected_tensors
+from dflash_hf.cli import load_yaml_mapping
+from dflash_hf.publishing import CardOptions, CardResults, ResultRow, differing_arguments, model_card
+from dflash_hf.validation import Checkpoint
 
 
 HERE = Path(__file__).resolve().parent

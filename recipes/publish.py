@@ -15,11 +15,17 @@ from pathlib import Path
 from dflash_hf import DFlashDraftModel
 from dflash_hf.checkpoint_format import is_adapter_folder
 from dflash_hf.cli import parse_config
-from dflash_hf.publishing.card_results import load_results
-from dflash_hf.publishing.model_card import CardOptions
-from dflash_hf.publishing.repository import PLOT_NAME, Publication, build_repository
-from dflash_hf.publishing.sending import PublishError, publish, recorded_results
-from dflash_hf.publishing.training_facts import read_facts
+from dflash_hf.publishing import (
+    PLOT_NAME,
+    CardOptions,
+    Publication,
+    PublishError,
+    build_repository,
+    load_results,
+    publish,
+    read_facts,
+    recorded_results,
+)
 
 
 @dataclass
@@ -115,7 +121,7 @@ def load(folder: Path, base: str | None) -> DFlashDraftModel:
         if base is not None:
             raise ValueError(f"base={base} has no effect on {folder}, which is no folder of an adapter. Leave it out.")
         return DFlashDraftModel.from_pretrained(str(folder))
-    from dflash_hf.training.drafter_adapters import merge_adapter
+    from dflash_hf.adapters import merge_adapter
 
     return merge_adapter(folder, base)
 

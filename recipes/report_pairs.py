@@ -119,7 +119,7 @@ def add_weights(runs: dict[str, dict[str, Any]]) -> None:
     """Compare the weights of the newest checkpoint that all runs have with the first run's."""
     # Without weights the report needs no torch, and is there at once.
     from dflash_hf.cli import errors_in_one_line
-    from dflash_hf.runs.checkpoint_differences import common_step, weight_differences
+    from dflash_hf.planning import common_step, weight_differences
 
     first, *others = runs
     with errors_in_one_line():

@@ -14,9 +14,7 @@ from pathlib import Path
 import torch
 from accelerate.state import GradientState
 
-from dflash_hf.target.feature_transfer import FeatureTransfer
-from dflash_hf.target.prefetch import Prefetcher
-from dflash_hf.target.throughput import Throughput
+from dflash_hf.prefetch import FeatureTransfer, Prefetcher, Throughput
 
 
 CPU = torch.device("cpu")

@@ -20,12 +20,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from dflash_hf.cli import parse_config
-from dflash_hf.data.manifest import stored_lengths
-from dflash_hf.data.packing import pack_documents
-from dflash_hf.data.preparation_report import format_summary, marked_examples, plot_lengths
-from dflash_hf.data.tokenize_job import tokenize_files
-from dflash_hf.data.tokenizing import TokenizeOptions
-from dflash_hf.target.loading import read_eos_token_ids
+from dflash_hf.frozen_target import read_eos_token_ids
+from dflash_hf.packing import pack_documents
+from dflash_hf.tokenizing import (
+    TokenizeOptions,
+    format_summary,
+    marked_examples,
+    plot_lengths,
+    stored_lengths,
+    tokenize_files,
+)
 
 
 @dataclass

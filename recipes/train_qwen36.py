@@ -23,23 +23,19 @@ from dflash_hf import (
     DFlashTrainer,
     DFlashTrainingArguments,
 )
+from dflash_hf.adapting import adapt
+from dflash_hf.callbacks import ProfileCallback, end_together
+from dflash_hf.chats import is_remote
+from dflash_hf.checkpointing import check_writable
 from dflash_hf.cli import errors_in_one_line, parse_config, refuse_unused
-from dflash_hf.data.addresses import is_remote
-from dflash_hf.data.manifest import read_manifest
-from dflash_hf.runs.launching import end_together
-from dflash_hf.runs.planning import check_memory, make_plan
-from dflash_hf.runs.preflight import preflight
-from dflash_hf.runs.profiling import ProfileCallback
-from dflash_hf.runs.rank_comparison import RanksCallback, check_ranks
-from dflash_hf.runs.resuming import check_writable
-from dflash_hf.target.frozen_target import FrozenTarget
-from dflash_hf.target.pairs import place_target, placements
-from dflash_hf.target.synthetic import random_target, read_target_config, synthetic_documents
-from dflash_hf.target.topology import planned_placements
-from dflash_hf.training.adapting import adapt
-from dflash_hf.training.batches import documents_reader
-from dflash_hf.training.objectives import compares_distributions
-from dflash_hf.training.refused_options import check_scripted
+from dflash_hf.frozen_target import FrozenTarget, random_target, read_target_config, synthetic_documents
+from dflash_hf.losses import compares_distributions
+from dflash_hf.planning import RanksCallback, check_memory, check_ranks, make_plan, preflight
+from dflash_hf.prefetch import place_target, placements
+from dflash_hf.tokenizing import read_manifest
+from dflash_hf.topology import planned_placements
+from dflash_hf.trainer import documents_reader
+from dflash_hf.training_args import check_scripted
 
 
 CONFIG = Path(__file__).resolve().parent / "qwen3.6-27b" / "config.yaml"

@@ -22,12 +22,12 @@ from dflash_hf.acceptance import (
     DecodingSettings,
     PlainAnswer,
     PromptAcceptance,
+    WalkedAnswer,
     bootstrap_difference,
     measure_acceptance,
     plain_answers,
     walked_acceptance_length,
 )
-from dflash_hf.decoding.walk import WalkedAnswer
 from dflash_hf.generation import SpeculativeOutput, speculative_generate
 
 

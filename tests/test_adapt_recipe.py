@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, QuantoConfig
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, validate_checkpoint
 from dflash_hf.acceptance import measure_acceptance
-from dflash_hf.publishing.training_facts import write_facts
-from dflash_hf.training.drafter_adapters import load_adapter, lora_config
-from dflash_hf.training.partial_training import plain_drafter
-from dflash_hf.validation.command import main as dflash_hf_command
+from dflash_hf.adapters import load_adapter, lora_config
+from dflash_hf.adapting import plain_drafter
+from dflash_hf.publishing import write_facts
+from dflash_hf.validation import main as dflash_hf_command
 
 
 ROOT = Path(__file__).parents[1]

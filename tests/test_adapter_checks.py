@@ -13,13 +13,11 @@ from test_adapt_recipe import workplace  # noqa: F401
 from tiny import MASK_TOKEN_ID, dense_target
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, validate_checkpoint
-from dflash_hf.publishing import sending
-from dflash_hf.publishing.model_card import model_card
-from dflash_hf.publishing.repository import without_local_paths
-from dflash_hf.publishing.training_facts import write_facts
-from dflash_hf.training.drafter_adapters import add_adapter, load_adapter, lora_config, merge_adapter
-from dflash_hf.training.partial_training import check_part
-from dflash_hf.validation.reading import read_folder
+from dflash_hf import publishing as sending
+from dflash_hf.adapters import add_adapter, load_adapter, lora_config, merge_adapter
+from dflash_hf.adapting import check_part
+from dflash_hf.publishing import model_card, without_local_paths, write_facts
+from dflash_hf.validation import read_folder
 
 
 ROOT = Path(__file__).parents[1]

@@ -8,15 +8,15 @@ from naive import naive_drafter, random_drafter
 from tiny import MASK_TOKEN_ID, VOCAB_SIZE, byte_tokenizer, dense_target
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, FrozenTarget
-from dflash_hf.data.document_checks import check_token_ids
-from dflash_hf.data.packing import PackedDataset
-from dflash_hf.training.adapting import (
+from dflash_hf.adapting import (
     adapt,
     change_block_size,
     change_sliding_window,
     change_target_layer_ids,
     check_continuing,
 )
+from dflash_hf.data_collator import check_token_ids
+from dflash_hf.packing import PackedDataset
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -143,13 +143,13 @@ def test_new_columns_learn_in_a_trainer(tmp_path):
 
 def test_adapt_changes_what_is_given_and_says_so(caplog):
     drafter = random_drafter(**MIX)
-    with caplog.at_level("INFO", logger="dflash_hf.training.adapting"):
+    with caplog.at_level("INFO", logger="dflash_hf.adapting"):
         assert adapt(drafter) is drafter
         assert adapt(drafter, block_size=4, sliding_window=8, target_layer_ids=[1, 3]) is drafter
         assert not caplog.records
         # A block of 16 needs the window of 20, a window of 2 the block of 2: the order must not matter.
         larger = adapt(drafter, block_size=16, sliding_window=20, target_layer_ids=[1, 3, 4])
-        messages = [r.getMessage() for r in caplog.records if r.name == "dflash_hf.training.adapting"]
+        messages = [r.getMessage() for r in caplog.records if r.name == "dflash_hf.adapting"]
         smaller = adapt(drafter, block_size=2, sliding_window=2)
     assert len(messages) == 3
     assert sorted(m.split(".")[0] for m in messages) == [

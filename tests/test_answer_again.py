@@ -5,10 +5,8 @@ import pytest
 from test_generate_completions import RECIPES, as_file, greedy_alone, load_recipe, recipe, run, target  # noqa: F401
 from tiny import byte_tokenizer
 
-from dflash_hf.data.chat_messages import RowError
-from dflash_hf.data.chat_rows import read_chats
-from dflash_hf.data.preparation_report import format_summary
-from dflash_hf.data.tokenize_job import tokenize_files
+from dflash_hf.chats import RowError, read_chats
+from dflash_hf.tokenizing import format_summary, tokenize_files
 
 
 USER = {"role": "user", "content": "why?"}

@@ -4,7 +4,7 @@
 import pytest
 
 from dflash_hf import DFlashTrainingArguments
-from dflash_hf.target.pairs import placements
+from dflash_hf.prefetch import placements
 
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -59,7 +59,7 @@ def test_a_given_target_device_asks_for_no_second_gpu_per_drafter(tmp_path, monk
     """Three GPUs make no two pairs, but two drafters and a target device that both share."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     args = DFlashTrainingArguments(output_dir=str(tmp_path), use_cpu=True, target_device="cuda:2")
-    monkeypatch.setattr("dflash_hf.target.pairs.local_world_size", lambda world_size: 2)
+    monkeypatch.setattr("dflash_hf.prefetch.local_world_size", lambda world_size: 2)
 
     class OnGpu:
         target_device, target_layout, world_size = args.target_device, args.target_layout, 2

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dflash_hf.cli import parse_config
-from dflash_hf.training.losses import DecayedCrossEntropy, make_objective
+from dflash_hf.losses import DecayedCrossEntropy, make_objective
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from dflash_hf.data.chat_rows import RowError, read_chats
+from dflash_hf.chats import RowError, read_chats
 
 
 ASKED = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]

@@ -11,10 +11,8 @@ import pytest
 from runs import make_trainer
 from tiny import dense_target
 
-from dflash_hf.runs import checkpointing
-from dflash_hf.runs.checkpoint_manifest import manifest_problems
-from dflash_hf.runs.checkpointing import last_complete_checkpoint
-from dflash_hf.runs.rotation import rotate
+from dflash_hf import checkpointing
+from dflash_hf.checkpointing import last_complete_checkpoint, manifest_problems, rotate
 
 
 HOUR = 3600

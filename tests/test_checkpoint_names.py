@@ -12,9 +12,16 @@ import torch
 from runs import make_trainer
 from tiny import dense_target
 
-from dflash_hf.runs import checkpointing
-from dflash_hf.runs.checkpoint_manifest import MANIFEST_NAME, make_manifest, manifest_problems
-from dflash_hf.runs.checkpointing import ASIDE_PREFIX, clean_up, last_complete_checkpoint, publish
+from dflash_hf import checkpointing
+from dflash_hf.checkpointing import (
+    ASIDE_PREFIX,
+    MANIFEST_NAME,
+    clean_up,
+    last_complete_checkpoint,
+    make_manifest,
+    manifest_problems,
+    publish,
+)
 
 
 NAME = "checkpoint-2"

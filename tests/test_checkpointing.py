@@ -16,13 +16,19 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
-import dflash_hf.runs.checkpointing
-import dflash_hf.runs.resuming
-from dflash_hf import DFlashTrainer
-from dflash_hf.runs import checkpoint_manifest, checkpointing
-from dflash_hf.runs.checkpoint_manifest import MANIFEST_NAME, make_manifest, manifest_problems
-from dflash_hf.runs.checkpointing import DiskSpaceError, clean_up, last_complete_checkpoint
-from dflash_hf.runs.record import RECORD_NAME
+import dflash_hf.checkpointing
+import dflash_hf.resuming
+from dflash_hf import DFlashTrainer, checkpointing
+from dflash_hf import checkpointing as checkpoint_manifest
+from dflash_hf.checkpointing import (
+    MANIFEST_NAME,
+    DiskSpaceError,
+    clean_up,
+    last_complete_checkpoint,
+    make_manifest,
+    manifest_problems,
+)
+from dflash_hf.resuming import RECORD_NAME
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +232,7 @@ Usage = namedtuple("Usage", "total used free")
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_an_error_at_the_start(target, tmp_path, monkeypatch):
-    monkeypatch.setattr(dflash_hf.runs.checkpointing.shutil, "disk_usage", lambda folder: Usage(10, 10, 2**20))
+    monkeypatch.setattr(dflash_hf.checkpointing.shutil, "disk_usage", lambda folder: Usage(10, 10, 2**20))
     trainer = make_trainer(tmp_path, target, max_steps=2)
     with pytest.raises(DiskSpaceError, match=r"needs 0.02 GiB and the disk of .* has 0.00 GiB"):
         trainer.train()
@@ -238,9 +244,7 @@ def test_a_disk_that_fills_up_stops_the_run_before_the_next_checkpoint_is_writte
     class Fill(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 3:
-                monkeypatch.setattr(
-                    dflash_hf.runs.checkpointing.shutil, "disk_usage", lambda folder: Usage(10, 10, 100)
-                )
+                monkeypatch.setattr(dflash_hf.checkpointing.shutil, "disk_usage", lambda folder: Usage(10, 10, 100))
 
     with pytest.raises(DiskSpaceError, match="checkpoints that are there are kept"):
         make_trainer(tmp_path, target, max_steps=6, save_steps=2, callbacks=[Fill()]).train()
@@ -272,7 +276,7 @@ def failing_runs(folder: str) -> None:
         raise RuntimeError("broken on the first rank")
 
     for resume, name in (("memory://nowhere/run", "fetch_checkpoint"), (None, "publish"), (None, "make_manifest")):
-        module = dflash_hf.runs.resuming if name == "fetch_checkpoint" else dflash_hf.runs.checkpointing
+        module = dflash_hf.resuming if name == "fetch_checkpoint" else dflash_hf.checkpointing
         original = getattr(module, name)
         if trainer.args.process_index == 0:
             setattr(module, name, broken)

@@ -12,11 +12,10 @@ import torch.distributed as dist
 from naive import pack_rows, packed_forward, random_drafter, random_inputs
 from torch.nn.parallel import DistributedDataParallel
 
-from dflash_hf.data.anchors import num_valid_anchors
-from dflash_hf.data.collator import DataCollatorForDFlash
-from dflash_hf.data.packing import PackedDataset
+from dflash_hf.data_collator import DataCollatorForDFlash, num_valid_anchors
+from dflash_hf.frozen_target import FrozenHead
 from dflash_hf.masking import block_position_ids, training_masks
-from dflash_hf.target.head import FrozenHead
+from dflash_hf.packing import PackedDataset
 from dflash_hf.trainer import compile_layers
 
 

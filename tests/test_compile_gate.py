@@ -11,11 +11,11 @@ from test_prefetch import NO_DATALOADER, Recorder, batches, make_trainer, prefet
 from tiny import hybrid_target
 
 from dflash_hf import DFlashTrainer
-from dflash_hf.target import dense, qwen3_5
-from dflash_hf.target.compile_gate import GATE
-from dflash_hf.target.compiled import THREAD, NotCompiled, compiled, refuse_uncompiled
-from dflash_hf.target.feature_transfer import FeatureTransfer
-from dflash_hf.target.packing import Piece, packed_row
+from dflash_hf import packed_targets as dense
+from dflash_hf import packed_targets as qwen3_5
+from dflash_hf.packed_targets import THREAD, NotCompiled, Piece, packed_row, refuse_uncompiled
+from dflash_hf.packed_targets import compiled_function as compiled
+from dflash_hf.prefetch import GATE, FeatureTransfer
 
 
 MANY = {"recompile_limit": 10000, "accumulated_recompile_limit": 10000}

@@ -14,7 +14,7 @@ from tiny import CHATML_TEMPLATE, byte_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dflash_hf.data.conversations import (
+from dflash_hf.tokenizing import (
     DOCUMENT_FEATURES,
     SOURCE_KEY,
     read_completions,
@@ -369,7 +369,7 @@ class TestBadRows:
 
 class TestDataset:
     def test_features_are_the_stated_ones_over_several_parts(self, tokenizer, monkeypatch):
-        monkeypatch.setattr("dflash_hf.data.conversations.DOCUMENTS_PER_PART", 2)
+        monkeypatch.setattr("dflash_hf.tokenizing.DOCUMENTS_PER_PART", 2)
         rows = [chat("a", str(i)) for i in range(5)]
         documents = tokenize_completions(rows, tokenizer, disable_tqdm=True)
         assert documents.features == DOCUMENT_FEATURES
@@ -456,7 +456,7 @@ class TestRead:
             read_completions(tmp_path / "a.json")
 
     def test_a_list_beyond_all_size_is_refused(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("dflash_hf.data.json_rows.LARGEST_LIST", 2**20)
+        monkeypatch.setattr("dflash_hf.chats.LARGEST_LIST", 2**20)
         (tmp_path / "a.json").write_text("[\n" + json.dumps(chat("a", "b" * 2**20)) + "]")
         with pytest.raises(ValueError, match=r"a\.json:1: the file is no JSON lines, and more than 1 MiB"):
             read_completions(tmp_path / "a.json")

@@ -11,10 +11,16 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 from torch.utils.data import BatchSampler, DataLoader
 
-from dflash_hf.data.anchors import document_seed, draw_anchors, shorten_draws, valid_anchors
-from dflash_hf.data.collator import DataCollatorForDFlash
-from dflash_hf.data.document_checks import check_documents, share_of_countable_slots
-from dflash_hf.data.packing import PackedDataset, RowSampler
+from dflash_hf.data_collator import (
+    DataCollatorForDFlash,
+    check_documents,
+    document_seed,
+    draw_anchors,
+    share_of_countable_slots,
+    shorten_draws,
+    valid_anchors,
+)
+from dflash_hf.packing import PackedDataset, RowSampler
 
 
 UNCAPPED = 10**6

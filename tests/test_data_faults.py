@@ -26,16 +26,19 @@ from test_tokenize_job import (
 )
 from tiny import byte_tokenizer
 
-from dflash_hf.data.addresses import refuse_credentials
-from dflash_hf.data.chat_messages import RowError
-from dflash_hf.data.chat_rows import read_chats
-from dflash_hf.data.conversations import read_completions, tokenize_conversation
-from dflash_hf.data.documents import Document
-from dflash_hf.data.loading import load_documents
-from dflash_hf.data.manifest import open_documents, stored_lengths
-from dflash_hf.data.sources import open_filesystem
-from dflash_hf.data.tokenizing import FileCounts, FileTokenizer, TokenizeOptions
-from dflash_hf.decoding.completion_client import CompletionServer
+from dflash_hf.chats import RowError, open_filesystem, read_chats, refuse_credentials
+from dflash_hf.rendering import Document
+from dflash_hf.serving import CompletionServer
+from dflash_hf.tokenizing import (
+    FileCounts,
+    FileTokenizer,
+    TokenizeOptions,
+    load_documents,
+    open_documents,
+    read_completions,
+    stored_lengths,
+    tokenize_conversation,
+)
 
 
 USER = {"role": "user", "content": "q"}
@@ -307,7 +310,7 @@ class TestDamage:
         source(tmp_path, a__jsonl=lines([chat("a", "b")]))
         tokenize(tmp_path)
         source(tmp_path, b__jsonl=lines([chat("c", "d")]))
-        monkeypatch.setattr("dflash_hf.data.tokenize_job.work_on", lambda *args: 1 / 0)
+        monkeypatch.setattr("dflash_hf.tokenizing.work_on", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             tokenize(tmp_path)
         with pytest.raises(ValueError, match=r"has not ended\. Start the same command again"):
@@ -369,7 +372,7 @@ def test_secrets_of_the_environment_are_cut_out_of_what_a_store_says(tmp_path, m
         raise PermissionError(f"the key {SECRET} is refused")
 
     source(tmp_path, a__jsonl=lines([chat("a", "b")]))
-    monkeypatch.setattr("dflash_hf.data.sources._opened", refuse)
+    monkeypatch.setattr("dflash_hf.chats._opened", refuse)
     failed = tokenize(tmp_path, retries=0)["failed"]
     assert "is refused" in failed["a.jsonl"] and SECRET not in (tmp_path / "out/manifest.json").read_text()
 
@@ -405,7 +408,7 @@ class TestReport:
         assert self.run(tmp_path, row_length=0) == 2
 
     def test_the_report_copies_nothing(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("dflash_hf.data.manifest.load_dataset", None)
+        monkeypatch.setattr("dflash_hf.tokenizing.load_dataset", None)
         source(tmp_path, a__jsonl=lines([chat("a", "b"), chat("c", "d")]), b__jsonl=lines([chat("e", "f")]))
         assert self.run(tmp_path, row_length=1000) == 0
         monkeypatch.undo()

@@ -13,7 +13,7 @@ from test_generation import drafter_for
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.cache_utils import DynamicCache
 
-from dflash_hf.decoding.state import DecodingState
+from dflash_hf.generation import DecodingState
 
 
 torch.set_num_threads(1)

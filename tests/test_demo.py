@@ -13,7 +13,7 @@ import tiny
 import torch
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, FrozenTarget
-from dflash_hf.validation.validate import validate_checkpoint
+from dflash_hf.validation import validate_checkpoint
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,14 +13,11 @@ import pytest
 from datasets import Dataset, Features, LargeList, List, Value
 from tiny import byte_tokenizer
 
-from dflash_hf.data import json_rows, rendering
-from dflash_hf.data.collator import DataCollatorForDFlash
-from dflash_hf.data.document_checks import check_documents, check_token_ids
-from dflash_hf.data.loading import load_documents
-from dflash_hf.data.manifest import open_documents, stored_lengths
-from dflash_hf.data.packing import PackedDataset
-from dflash_hf.data.shards import OutputError
-from dflash_hf.data.tokenize_job import tokenize_files
+from dflash_hf import chats as json_rows
+from dflash_hf import rendering
+from dflash_hf.data_collator import DataCollatorForDFlash, check_documents, check_token_ids
+from dflash_hf.packing import PackedDataset
+from dflash_hf.tokenizing import OutputError, load_documents, open_documents, stored_lengths, tokenize_files
 
 
 TOKENIZER = byte_tokenizer()

@@ -13,11 +13,9 @@ import pytest
 from transformers import HfArgumentParser, Qwen3Config
 
 from dflash_hf import DFlashTrainingArguments
-from dflash_hf.cli import ConfigArgumentParser, parse_config
-from dflash_hf.validation import command
-from dflash_hf.validation.checkpoint import Checkpoint
-from dflash_hf.validation.validate import serving_commands
-from dflash_hf.yaml_mapping import load_yaml_mapping
+from dflash_hf import validation as command
+from dflash_hf.cli import ConfigArgumentParser, load_yaml_mapping, parse_config
+from dflash_hf.validation import Checkpoint, serving_commands
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -19,20 +19,18 @@ from test_serving import start  # noqa: F401 (a fixture)
 
 import dflash_hf
 from dflash_hf import acceptance
+from dflash_hf import acceptance as plain_answers_module
+from dflash_hf import generation as decoding_state
+from dflash_hf import serving as server_client
+from dflash_hf.acceptance import AcceptanceReport, PlainAnswer, PromptAcceptance, markdown
 from dflash_hf.cli import parse_config
-from dflash_hf.decoding import plain_answers as plain_answers_module
-from dflash_hf.decoding import server_client
-from dflash_hf.decoding import state as decoding_state
-from dflash_hf.decoding.plain_answers import PlainAnswer
-from dflash_hf.decoding.prompts import (
+from dflash_hf.prompts import (
     PRESETS,
     EvaluationPrompt,
     preset_prompts,
     prompt_token_ids,
     read_prompts,
 )
-from dflash_hf.decoding.report import AcceptanceReport, PromptAcceptance
-from dflash_hf.decoding.report_files import markdown
 
 
 torch.set_num_threads(1)

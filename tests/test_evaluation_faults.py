@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from test_evaluate_acceptance import RECIPE, folders, prompt_file, run
 from test_serving import start
 
-from dflash_hf.decoding import server_client
-from dflash_hf.decoding.prompts import EvaluationPrompt, prompt_token_ids, read_prompts
-from dflash_hf.decoding.report_files import plot_label
-from dflash_hf.decoding.server_client import request_body
+from dflash_hf import serving as server_client
+from dflash_hf.acceptance import plot_label
+from dflash_hf.prompts import EvaluationPrompt, prompt_token_ids, read_prompts
+from dflash_hf.serving import request_body
 
 
 torch.set_num_threads(1)

@@ -14,8 +14,8 @@ from killing import run_and_kill
 from test_generate_completions import load_recipe
 from tiny import byte_tokenizer
 
-from dflash_hf.data.conversations import tokenize_conversation
-from dflash_hf.decoding.completion_client import AnswerError, CompletionServer, _retry_after
+from dflash_hf.serving import AnswerError, CompletionServer, _retry_after
+from dflash_hf.tokenizing import tokenize_conversation
 
 
 recipe = load_recipe(Path(__file__).resolve().parents[1] / "recipes" / "generate_completions.py")

@@ -12,10 +12,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen3_5Config, Qwen3_5ForC
 from transformers.cache_utils import DynamicLayer
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.decoding import state as decoding_state
-from dflash_hf.decoding.state import DecodingState
-from dflash_hf.generation import speculative_decoding, speculative_generate
-from dflash_hf.target.head import FrozenHead
+from dflash_hf import generation as decoding_state
+from dflash_hf.frozen_target import FrozenHead
+from dflash_hf.generation import DecodingState, speculative_decoding, speculative_generate
 
 
 torch.set_num_threads(1)
@@ -316,7 +315,7 @@ def test_logits_of_a_verification_are_looked_at_too():
 def test_more_positions_than_the_target_knows_are_a_warning(caplog):
     target = dense_target(max_position_embeddings=27)
     drafter = drafter_for(target)
-    logger = logging.getLogger("dflash_hf.decoding.checks")
+    logger = logging.getLogger("dflash_hf.generation")
     logger.addHandler(caplog.handler)
     # 7 + 19 tokens, and three slots behind the last token but one.
     assert speculative_generate(target, drafter, torch.tensor([PROMPT]), 18).sequences.shape[1] == 25

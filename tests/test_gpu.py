@@ -5,10 +5,11 @@ import pytest
 import tiny
 import torch
 
-from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, flex_tiles
+from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
+from dflash_hf import masking as flex_tiles
+from dflash_hf.losses import frozen_head_loss, make_objective
 from dflash_hf.masking import block_position_ids, training_masks
 from dflash_hf.trainer import compile_layers
-from dflash_hf.training.losses import frozen_head_loss, make_objective
 
 
 pytestmark = pytest.mark.gpu

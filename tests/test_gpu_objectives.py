@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from dflash_hf.training.losses import TargetStates, frozen_head_loss
-from dflash_hf.training.objectives import OBJECTIVES, make_objective
+from dflash_hf.losses import OBJECTIVES, TargetStates, frozen_head_loss, make_objective
 
 
 pytestmark = pytest.mark.gpu

@@ -16,12 +16,9 @@ from test_pairs_launch import CONFIGS, ROOT, environment, largest_difference, la
 from test_prefetch import NO_DATALOADER, batches, documents, target_threads
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
-from dflash_hf.runs.checkpoint_differences import weight_differences
-from dflash_hf.runs.preflight import check_copy
-from dflash_hf.target.dense import PackedDense
-from dflash_hf.target.feature_transfer import FeatureTransfer
-from dflash_hf.target.prefetch import Prefetcher
-from dflash_hf.target.throughput import Throughput
+from dflash_hf.packed_targets import PackedDense
+from dflash_hf.planning import check_copy, weight_differences
+from dflash_hf.prefetch import FeatureTransfer, Prefetcher, Throughput
 
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ from tiny import capped_target, dense_target, hybrid_target, llama_target, mixed
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from dflash_hf import FrozenTarget
-from dflash_hf.target.startup_check import FEWEST_TOKENS
+from dflash_hf.frozen_target import FEWEST_TOKENS
 
 
 pytestmark = pytest.mark.gpu
@@ -180,7 +180,7 @@ def test_h1_kernels_that_mix_documents_are_not_used(monkeypatch, caplog):
     monkeypatch.setattr(gated_delta_rule, "chunk_gated_delta_rule", without_borders)
     model = hybrid_target(**HYBRID).cuda()
     target = FrozenTarget(model, TAPS)
-    with caplog.at_level(logging.WARNING, logger="dflash_hf.target.frozen_target"):
+    with caplog.at_level(logging.WARNING, logger="dflash_hf.frozen_target"):
         features = target.context_hidden_states(batch(), LENGTHS)
         target.context_hidden_states(batch(), LENGTHS)
     assert target._packed is None

@@ -10,8 +10,7 @@ from tiny import dense_target
 from transformers import TrainerCallback
 
 from dflash_hf import DFlashTrainer
-from dflash_hf.runs.guards import NonFiniteTrainingError, StepGuard
-from dflash_hf.runs.host_copies import HostCopy
+from dflash_hf.callbacks import HostCopy, NonFiniteTrainingError, StepGuard
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from runs import make_trainer
 from safetensors.torch import load_file
 from tiny import byte_tokenizer, dense_target
 
-import dflash_hf.publishing.hub_pushes
+import dflash_hf.publishing
 from dflash_hf import DFlashDraftModel
-from dflash_hf.runs.checkpoint_manifest import manifest_problems
+from dflash_hf.checkpointing import manifest_problems
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def hub(tmp_path, monkeypatch):
     hub = Hub(tmp_path / "hub")
     monkeypatch.setattr(HfApi, "create_repo", lambda api, *args, **kwargs: hub.create_repo(api, *args, **kwargs))
     monkeypatch.setattr(HfApi, "upload_folder", lambda api, **kwargs: hub.upload_folder(api, **kwargs))
-    monkeypatch.setattr("dflash_hf.publishing.hub_pushes.publish", hub.publish)
+    monkeypatch.setattr("dflash_hf.publishing.publish", hub.publish)
     yield hub
     hub.thread.shutdown()
 
@@ -140,7 +140,7 @@ def test_a_drafter_that_cannot_be_set_aside_is_told_of_and_training_goes_on(
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(dflash_hf.publishing.hub_pushes, "linked_copy", full)
+    monkeypatch.setattr(dflash_hf.publishing, "linked_copy", full)
     pushing(tmp_path, target, hub_strategy="checkpoint").train()
     assert any("checkpoint-4 cannot be set aside to be pushed" in message for message in caplog.messages)
     assert manifest_problems(tmp_path / "drafter" / "checkpoint-4") == [] and hub.commits == []

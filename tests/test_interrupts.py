@@ -12,9 +12,8 @@ from runs import make_documents, make_trainer
 from tiny import dense_target
 from transformers import TrainerCallback
 
-from dflash_hf.runs import launching
-from dflash_hf.runs.interrupts import INTERRUPTED_STATUS, Interrupts, TrainingInterrupted
-from dflash_hf.runs.launching import GRACE, LAUNCHED, tell_of_grace
+from dflash_hf import callbacks as launching
+from dflash_hf.callbacks import GRACE, INTERRUPTED_STATUS, LAUNCHED, Interrupts, TrainingInterrupted, tell_of_grace
 
 
 @pytest.fixture(scope="module")

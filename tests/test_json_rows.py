@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from dflash_hf.data.conversations import SOURCE_KEY, read_completions
-from dflash_hf.decoding.prompts import read_prompts
+from dflash_hf.prompts import read_prompts
+from dflash_hf.tokenizing import SOURCE_KEY, read_completions
 
 
 ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}

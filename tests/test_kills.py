@@ -14,10 +14,9 @@ import pytest
 import torch
 from runs import finish, start, train, wait_for_step
 
-import dflash_hf.runs.checkpointing
-from dflash_hf.runs.checkpoint_manifest import manifest_problems
-from dflash_hf.runs.checkpointing import last_complete_checkpoint
-from dflash_hf.runs.interrupts import INTERRUPTED_STATUS
+import dflash_hf.checkpointing
+from dflash_hf.callbacks import INTERRUPTED_STATUS
+from dflash_hf.checkpointing import last_complete_checkpoint, manifest_problems
 
 
 STEPS, SAVE_STEPS = 60, 10
@@ -36,7 +35,7 @@ def resumed_training(folder: str, **kwargs) -> None:
 
 def training_that_stalls(folder: str, step: int, where: str, **kwargs) -> None:
     """Target of a process: while the checkpoint of a step is written, say so and wait to be killed."""
-    original = getattr(dflash_hf.runs.checkpointing, where)
+    original = getattr(dflash_hf.checkpointing, where)
 
     def stalled(*args, **options):
         if any(f"checkpoint-{step}" in str(value) for value in args):
@@ -44,7 +43,7 @@ def training_that_stalls(folder: str, step: int, where: str, **kwargs) -> None:
             time.sleep(600)
         return original(*args, **options)
 
-    setattr(dflash_hf.runs.checkpointing, where, stalled)
+    setattr(dflash_hf.checkpointing, where, stalled)
     resumed_training(folder, **kwargs)
 
 

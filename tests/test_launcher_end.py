@@ -10,10 +10,10 @@ from runs import make_documents, make_trainer
 from tiny import dense_target
 from transformers import TrainerCallback
 
-from dflash_hf.runs import interrupts, launcher_end
-from dflash_hf.runs.checkpoint_manifest import manifest_problems
-from dflash_hf.runs.interrupts import TrainingInterrupted
-from dflash_hf.runs.launcher_end import LAUNCHER_ENDED, is_launcher_command
+from dflash_hf import callbacks as interrupts
+from dflash_hf import callbacks as launcher_end
+from dflash_hf.callbacks import LAUNCHER_ENDED, TrainingInterrupted, is_launcher_command
+from dflash_hf.checkpointing import manifest_problems
 
 
 # A process that does not exist.

@@ -1,26 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What README and the folders' docstrings say of the code's layout is what is there."""
+"""What README and the package's docstring say of the code's layout is what is there."""
 
 import ast
 import fnmatch
 import re
 from pathlib import Path
 
-import pytest
-
 import dflash_hf
 
 
 PACKAGE = Path(dflash_hf.__file__).parent
-FOLDERS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
 
 
-def test_the_readme_names_every_file_and_folder():
+def test_the_readme_names_every_file():
     text = (PACKAGE.parent / "README.md").read_text()
     (table,) = re.findall(r"^## How the code is laid out\n(.*?)^`make help`", text, flags=re.DOTALL | re.MULTILINE)
     named = re.findall(r"`([\w*]+(?:\.py|/))`", table)
     there = [path.name for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]
-    there += [f"{folder.name}/" for folder in FOLDERS]
     assert [name for name in there if not any(fnmatch.fnmatch(name, pattern) for pattern in named)] == []
     assert [name for name in named if not fnmatch.filter([*there, "dflash_hf/", "recipes/"], name)] == []
 
@@ -36,16 +32,15 @@ def test_what_is_published_beside_a_drafter_lies_flat_and_is_named_so():
         ]
         waiting += [n.module for n in imports if n.level == 1 and n.module and n.module not in published]
     text = (PACKAGE.parent / "README.md").read_text()
-    (row,) = re.findall(r"^\| `configuration_dflash\.py`.*", text, flags=re.MULTILINE)
-    named, registration = row.split("`auto_classes.py`")[0], {"auto_classes"}
-    patterns = [pattern.removesuffix(".py") for pattern in re.findall(r"`([\w*]+\.py)`", named)]
-    modules = {path.stem for path in PACKAGE.glob("*.py")} - registration
-    assert published == {name for name in modules if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)}
+    (row,) = re.findall(r"^\|.*`configuration_dflash\.py`.*", text, flags=re.MULTILINE)
+    assert published == {name.removesuffix(".py") for name in re.findall(r"`([\w*]+\.py)`", row)}
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_a_folders_docstring_lists_its_files(folder):
-    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
-    listed = set(re.findall(r"`([a-z_0-9]+)`", docstring or ""))
-    there = {path.stem for path in folder.glob("*.py")} - {"__init__"}
-    assert there - listed == set()
+def test_the_packages_docstring_lists_its_files():
+    listed = set(re.findall(r"`([a-z_0-9]+)`", dflash_hf.__doc__))
+    assert {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"} - listed == set()
+
+
+def test_the_package_is_flat_and_no_folder_is_called_target():
+    """Global git ignore files drop folders of that name."""
+    assert [path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"] == []

@@ -8,8 +8,8 @@ import torch
 from naive import naive_dpace_sums, naive_loss, naive_metrics, naive_sums
 from torch import nn
 
-from dflash_hf.training import losses
-from dflash_hf.training.losses import (
+from dflash_hf import losses
+from dflash_hf.losses import (
     BlockSums,
     DecayedCrossEntropy,
     DPace,
@@ -259,7 +259,7 @@ def test_p4_no_logits_are_kept_for_the_backward(accelerator):
 
 
 def test_p4_default_chunks_bound_the_logits(monkeypatch):
-    monkeypatch.setattr("dflash_hf.training.losses.DEVICE_CHUNK_LOGITS", 2 * 4 * VOCAB)
+    monkeypatch.setattr("dflash_hf.losses.DEVICE_CHUNK_LOGITS", 2 * 4 * VOCAB)
     labels, sizes, head = ragged_labels(), [], frozen_head()
 
     def counting_head(states):
@@ -272,7 +272,7 @@ def test_p4_default_chunks_bound_the_logits(monkeypatch):
     torch.testing.assert_close(loss, expected[0])
     torch.testing.assert_close(gradient, expected[2])
     # A vocabulary larger than the bound still goes block by block, since the objective needs whole blocks.
-    monkeypatch.setattr("dflash_hf.training.losses.DEVICE_CHUNK_LOGITS", 1)
+    monkeypatch.setattr("dflash_hf.losses.DEVICE_CHUNK_LOGITS", 1)
     sizes.clear()
     run(labels.as_subclass(AcceleratorLabels), DPace(), counting_head)
     assert set(sizes) == {4} and len(sizes) >= (labels[..., 1:] != -100).sum() / 4

@@ -10,12 +10,17 @@ import torch
 from tiny import CHATML_TEMPLATE, byte_tokenizer, dense_target
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
-from dflash_hf.data.conversations import tokenize_completions
-from dflash_hf.data.loading import load_documents
-from dflash_hf.data.manifest import MANIFEST_NAME, check_documents_fit, open_documents, read_manifest
-from dflash_hf.data.packing import PackedDataset
-from dflash_hf.data.tokenize_job import tokenize_files
-from dflash_hf.data.tokenizing import TokenizeOptions
+from dflash_hf.packing import PackedDataset
+from dflash_hf.tokenizing import (
+    MANIFEST_NAME,
+    TokenizeOptions,
+    check_documents_fit,
+    load_documents,
+    open_documents,
+    read_manifest,
+    tokenize_completions,
+    tokenize_files,
+)
 
 
 TOKENIZER = byte_tokenizer()

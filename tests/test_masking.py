@@ -11,11 +11,17 @@ from naive import naive_loss, naive_mask, pack_rows, packed_forward, random_draf
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dflash_hf import chunked_attention
-from dflash_hf.block_masks import block_tiles, written_block_mask
-from dflash_hf.chunked_attention import chunked_mask
-from dflash_hf.flex_tiles import small_tiles
-from dflash_hf.masking import block_position_ids, make_mask_mod, materialize, training_masks
+from dflash_hf import masking as chunked_attention
+from dflash_hf.masking import (
+    block_position_ids,
+    block_tiles,
+    chunked_mask,
+    make_mask_mod,
+    materialize,
+    small_tiles,
+    training_masks,
+    written_block_mask,
+)
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")

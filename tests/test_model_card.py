@@ -24,21 +24,20 @@ from dflash_hf import (
     TokenizeOptions,
     tokenize_files,
 )
-from dflash_hf.data.manifest import open_documents
-from dflash_hf.publishing.card_results import read_results
-from dflash_hf.publishing.card_sections import python_example
-from dflash_hf.publishing.model_card import CardOptions, model_card
-from dflash_hf.publishing.training_facts import (
+from dflash_hf.publishing import (
     RECIPE_ARGUMENTS,
+    CardOptions,
     _data,
     _supervised_tokens,
     differing_arguments,
     hub_id,
+    model_card,
+    python_example,
     read_facts,
+    read_results,
 )
-from dflash_hf.validation.checkpoint import Checkpoint
-from dflash_hf.validation.reading import read_folder
-from dflash_hf.validation.validate import serving_commands
+from dflash_hf.tokenizing import open_documents
+from dflash_hf.validation import Checkpoint, read_folder, serving_commands
 
 
 ROOT = Path(__file__).parents[1]

@@ -11,13 +11,15 @@ from moto.backends import get_backend
 from moto.server import ThreadedMotoServer
 from tiny import byte_tokenizer
 
-from dflash_hf.data.conversations import read_completions
-from dflash_hf.data.loading import load_documents
-from dflash_hf.data.manifest import open_documents
-from dflash_hf.data.shards import OutputError
-from dflash_hf.data.sources import list_files
-from dflash_hf.data.tokenize_job import tokenize_files
-from dflash_hf.data.tokenizing import TokenizeOptions
+from dflash_hf.chats import list_files
+from dflash_hf.tokenizing import (
+    OutputError,
+    TokenizeOptions,
+    load_documents,
+    open_documents,
+    read_completions,
+    tokenize_files,
+)
 
 
 NUM_FILES = 1805

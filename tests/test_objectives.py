@@ -10,18 +10,19 @@ from naive import naive_distilled_sum, naive_dpace_sums
 from runs import make_trainer
 from torch import nn
 
-from dflash_hf.data.collator import DataCollatorForDFlash
-from dflash_hf.data.packing import PackedDataset
-from dflash_hf.target.frozen_target import FrozenTarget
-from dflash_hf.training.losses import TargetStates, frozen_head_loss
-from dflash_hf.training.objectives import (
+from dflash_hf.data_collator import DataCollatorForDFlash
+from dflash_hf.frozen_target import FrozenTarget
+from dflash_hf.losses import (
     OBJECTIVES,
     DecayedCrossEntropy,
     DPace,
+    SlotTerms,
+    TargetStates,
+    frozen_head_loss,
     make_objective,
     running_products,
 )
-from dflash_hf.training.slot_terms import SlotTerms
+from dflash_hf.packing import PackedDataset
 
 
 HIDDEN, VOCAB, BLOCK = 8, 11, 5

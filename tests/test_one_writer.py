@@ -12,9 +12,9 @@ from runs import make_trainer
 from test_generate_completions import load_recipe
 from tiny import byte_tokenizer, dense_target
 
-from dflash_hf import one_writer
-from dflash_hf.data.tokenize_job import tokenize_files
-from dflash_hf.one_writer import AnotherWriterError, only_writer
+from dflash_hf import writing as one_writer
+from dflash_hf.tokenizing import tokenize_files
+from dflash_hf.writing import AnotherWriterError, only_writer
 
 
 ROOT = Path(__file__).parents[1]

@@ -11,11 +11,10 @@ from tiny import dense_target
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from dflash_hf.runs.operations import count_operations, drafter_weights, passed_weights
-from dflash_hf.runs.planning import DRAFTER_EFFICIENCY, TARGET_EFFICIENCY, make_plan
-from dflash_hf.target.topology import place
-from dflash_hf.training.drafter_loss import drafter_loss
-from dflash_hf.training.losses import make_objective
+from dflash_hf.losses import drafter_loss, make_objective
+from dflash_hf.operations import count_operations, drafter_weights, passed_weights
+from dflash_hf.planning import DRAFTER_EFFICIENCY, TARGET_EFFICIENCY, make_plan
+from dflash_hf.topology import place
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))

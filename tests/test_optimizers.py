@@ -9,7 +9,7 @@ from runs import make_trainer
 from torch import nn
 from torch.optim import AdamW, Muon
 
-from dflash_hf.training.optimizers import MuonWithAdamW
+from dflash_hf.optimizers import MuonWithAdamW
 
 
 WSD = {

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_hf.data.packing import PackedDataset, RowSampler, document_lengths, document_spans, pack_documents
+from dflash_hf.packing import PackedDataset, RowSampler, document_lengths, document_spans, pack_documents
 
 
 def make_documents(count: int, seed: int = 0, longest: int = 60) -> list[dict]:

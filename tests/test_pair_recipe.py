@@ -18,14 +18,12 @@ from accelerate.commands.config.config_args import load_config_from_file
 from tiny import hybrid_target
 from transformers import AutoModelForCausalLM
 
-from dflash_hf import DFlashDraftConfig, DFlashTrainingArguments
+from dflash_hf import DFlashDraftConfig, DFlashTrainingArguments, checkpointing
+from dflash_hf.callbacks import copy_overlap
 from dflash_hf.cli import parse_config
-from dflash_hf.runs import checkpointing
-from dflash_hf.runs.planning import TARGET_EFFICIENCY, check_memory, make_plan
-from dflash_hf.runs.preflight import check_copy, check_upload
-from dflash_hf.runs.profiling import copy_overlap
-from dflash_hf.target.synthetic import random_target, read_target_config, synthetic_documents
-from dflash_hf.target.topology import place
+from dflash_hf.frozen_target import random_target, read_target_config, synthetic_documents
+from dflash_hf.planning import TARGET_EFFICIENCY, check_copy, check_memory, check_upload, make_plan
+from dflash_hf.topology import place
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -217,9 +215,7 @@ def test_the_preflight_tries_everything_and_leaves_nothing(run, capsys, monkeypa
 
 
 def test_gpus_that_make_no_pairs_stop_the_recipe_at_once(run, monkeypatch):
-    monkeypatch.setattr(
-        "dflash_hf.target.pairs.place", lambda rank, ranks, num_visible, layout: place(0, 2, 3, layout)
-    )
+    monkeypatch.setattr("dflash_hf.prefetch.place", lambda rank, ranks, num_visible, layout: place(0, 2, 3, layout))
     with pytest.raises(SystemExit, match=r"2 processes see 3 GPUs.*--num_processes 1 for 1 pair"):
         run()
 
@@ -338,7 +334,7 @@ def test_a_copy_that_changes_bytes_is_found(monkeypatch):
         features.states[17] ^= 1
         return features.states
 
-    monkeypatch.setattr("dflash_hf.runs.preflight.FeatureTransfer.receive", corrupted)
+    monkeypatch.setattr("dflash_hf.planning.FeatureTransfer.receive", corrupted)
     with pytest.raises(RuntimeError, match="feature_copies=host and NCCL_P2P_DISABLE=1"):
         check_copy(torch.device("cpu"), torch.device("cpu"), "peer", num_bytes=2**12)
 

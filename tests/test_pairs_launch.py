@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from transformers import AutoModelForCausalLM
 
 from dflash_hf import DFlashTrainer
-from dflash_hf.target import pairs
+from dflash_hf import prefetch as pairs
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,7 +31,7 @@ import torch
 from accelerate import PartialState
 from test_pairs_launch import train
 
-from dflash_hf.runs.launching import end_together
+from dflash_hf.callbacks import end_together
 
 if __name__ == "__main__":
     folder, runs, fails = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3:] == ["fail"]

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from tiny import MASK_TOKEN_ID, dense_target
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, validate_checkpoint
-from dflash_hf.training.drafter_adapters import TARGET_MODULES, add_adapter, load_adapter, lora_config, merge_adapter
-from dflash_hf.training.partial_training import plain_drafter
+from dflash_hf.adapters import TARGET_MODULES, add_adapter, load_adapter, lora_config, merge_adapter
+from dflash_hf.adapting import plain_drafter
 
 
 @pytest.fixture(scope="module")

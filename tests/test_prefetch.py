@@ -15,10 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
-from dflash_hf.target.feature_transfer import FeatureTransfer
-from dflash_hf.target.lookahead import LookAhead
-from dflash_hf.target.prefetch import PENDING, Prefetcher
-from dflash_hf.target.throughput import Throughput
+from dflash_hf.prefetch import PENDING, FeatureTransfer, LookAhead, Prefetcher, Throughput
 
 
 CPU = torch.device("cpu")
@@ -410,7 +407,7 @@ def test_a_loop_that_survives_an_error_goes_on(depth):
 
 
 def test_a_forward_that_outlives_its_run_takes_no_part_in_the_next(monkeypatch):
-    monkeypatch.setattr("dflash_hf.target.prefetch.CLOSING_SECONDS", 0.01)
+    monkeypatch.setattr("dflash_hf.prefetch.CLOSING_SECONDS", 0.01)
     log, may_end = [], threading.Event()
 
     class Stuck(Recorder):

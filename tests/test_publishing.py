@@ -19,11 +19,9 @@ from safetensors.torch import load_file
 from tiny import MASK_TOKEN_ID, dense_target
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, validate_checkpoint
-from dflash_hf.publishing.model_card import CardOptions
-from dflash_hf.publishing.repository import build_repository, without_local_paths
-from dflash_hf.publishing.sending import PublishError, publish
-from dflash_hf.training.drafter_adapters import lora_config
-from dflash_hf.training.partial_training import plain_drafter
+from dflash_hf.adapters import lora_config
+from dflash_hf.adapting import plain_drafter
+from dflash_hf.publishing import CardOptions, PublishError, build_repository, publish, without_local_paths
 
 
 REPO = "me/tiny-DFlash"

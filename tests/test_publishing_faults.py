@@ -20,20 +20,17 @@ from test_publishing import RESULTS, contents, drafter, hub
 from tiny import dense_target
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.publishing.card_results import load_results, read_results
-from dflash_hf.publishing.repository import build_repository
-from dflash_hf.publishing.sending import recorded_results
-from dflash_hf.publishing.training_facts import read_facts
-from dflash_hf.runs.checkpoint_manifest import manifest_problems
-from dflash_hf.runs.record import target_identity
-from dflash_hf.target.loading import load_model
-from dflash_hf.training.drafter_adapters import (
+from dflash_hf.adapters import (
     add_adapter,
     check_adapter_checkpoint,
     load_adapter,
     lora_config,
     merge_adapter,
 )
+from dflash_hf.checkpointing import manifest_problems
+from dflash_hf.frozen_target import load_model
+from dflash_hf.publishing import build_repository, load_results, read_facts, read_results, recorded_results
+from dflash_hf.resuming import target_identity
 
 
 ROOT = Path(__file__).parents[1]
@@ -224,12 +221,12 @@ def test_peft_is_missed_where_it_is_needed_and_by_name(adapter, monkeypatch, rec
     words = ["--drafter", str(adapter), "--repo_id", "me/x", "--dry_run", "true"]
     if recipe == "adapt_drafter.py":
         monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *args: None)
-        monkeypatch.setattr("dflash_hf.data.manifest.read_manifest", lambda *args: None)
-        monkeypatch.setattr("dflash_hf.training.batches.read_eos_token_ids", lambda *args: [])
-        monkeypatch.setattr("dflash_hf.training.batches.load_documents", lambda *args, **kwargs: None)
+        monkeypatch.setattr("dflash_hf.tokenizing.read_manifest", lambda *args: None)
+        monkeypatch.setattr("dflash_hf.trainer.read_eos_token_ids", lambda *args: [])
+        monkeypatch.setattr("dflash_hf.trainer.load_documents", lambda *args, **kwargs: None)
         words = ["--drafter", "base", "--target", "t", "--documents", "d", "--output_dir", "o", "--use_cpu", "true"]
     monkeypatch.setitem(sys.modules, "peft", None)
-    monkeypatch.delitem(sys.modules, "dflash_hf.training.drafter_adapters")
+    monkeypatch.delitem(sys.modules, "dflash_hf.adapters")
     monkeypatch.setattr(sys, "argv", [recipe, *words])
     with pytest.raises(SystemExit, match=r"error: Adapters need peft: pip install 'dflash_hf\[peft\]'"):
         runpy.run_path(str(ROOT / "recipes" / recipe), run_name="__main__")
@@ -266,7 +263,7 @@ def test_what_ends_no_training_is_told_of(tmp_path, monkeypatch, caplog):
         # As the tokenizers say it.
         raise Exception("No space left on device (os error 28)")
 
-    monkeypatch.setattr("dflash_hf.publishing.hub_pushes.write_publishable", full)
+    monkeypatch.setattr("dflash_hf.publishing.write_publishable", full)
     monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda *a, **k: SimpleNamespace(repo_id="me/x"))
     (tmp_path / "training.json.part").mkdir()
     trainer = make_trainer(tmp_path, dense_target(), max_steps=1, save_steps=1, push_to_hub=True, hub_token="x" * 9)

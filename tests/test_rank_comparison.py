@@ -14,7 +14,7 @@ from test_pair_recipe import RECIPES, SHAPE, SMALL, load_recipe, write_run
 from tiny import hybrid_target
 from transformers import TrainerCallback
 
-from dflash_hf.runs.rank_comparison import RanksCallback, RanksDifferError, rank_differences
+from dflash_hf.planning import RanksCallback, RanksDifferError, rank_differences
 
 
 CHANGED = "layers.1.mlp.down_proj.weight"

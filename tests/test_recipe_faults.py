@@ -8,8 +8,8 @@ import pytest
 import torch
 from test_pair_recipe import plan_for, run  # noqa: F401
 
-from dflash_hf.runs.preflight import preflight
-from dflash_hf.runs.remote_store import remote_steps
+from dflash_hf.planning import preflight
+from dflash_hf.remote_checkpoints import remote_steps
 
 
 @pytest.mark.parametrize("objective", ["kl", "expected_acceptance"])
@@ -71,7 +71,7 @@ def test_a_preflight_on_a_full_disk_says_so_and_frees_what_it_wrote(run, monkeyp
         (run_dir / "half").write_bytes(b"0" * 100)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("dflash_hf.runs.lifecycle.write_checkpoint", full)
+    monkeypatch.setattr("dflash_hf.trainer.write_checkpoint", full)
     with pytest.raises(RuntimeError, match=r"Preflight failed at: three steps.*No space left.*output_dir on a larger"):
         run("--preflight", "true")
     assert not [*(tmp_path / "output").iterdir()]
@@ -81,7 +81,7 @@ def test_a_preflight_that_fails_by_memory_names_what_needs_less(monkeypatch, tmp
     def out_of_memory(*args):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr("dflash_hf.runs.preflight.check_copy", out_of_memory)
+    monkeypatch.setattr("dflash_hf.planning.check_copy", out_of_memory)
     target = type("Target", (), {"device": torch.device("cpu")})
     args = type(
         "Arguments",

@@ -9,7 +9,7 @@ from test_reference import reference, reference_drafter  # noqa: F401 (a fixture
 from test_walk import trained_like, written_by
 from tiny import dense_target, llama_target
 
-from dflash_hf.decoding.walk import walk_documents
+from dflash_hf.acceptance import walk_documents
 from dflash_hf.generation import speculative_generate
 
 

@@ -17,15 +17,13 @@ from moto.server import ThreadedMotoServer
 from runs import finish, make_trainer, start, train
 from tiny import dense_target
 
-import dflash_hf.runs.checkpointing
-import dflash_hf.runs.remote_checkpoints
-import dflash_hf.runs.remote_store
-from dflash_hf.data.addresses import without_secrets
-from dflash_hf.runs.checkpoint_manifest import MANIFEST_NAME, manifest_problems
-from dflash_hf.runs.checkpointing import DiskSpaceError
-from dflash_hf.runs.remote_checkpoints import RemoteCheckpointCallback, RemoteCheckpointError
-from dflash_hf.runs.remote_store import (
-    check_address,
+import dflash_hf.checkpointing
+import dflash_hf.remote_checkpoints
+from dflash_hf.chats import check_address, without_secrets
+from dflash_hf.checkpointing import MANIFEST_NAME, DiskSpaceError, manifest_problems
+from dflash_hf.remote_checkpoints import (
+    RemoteCheckpointCallback,
+    RemoteCheckpointError,
     fetch_checkpoint,
     remote_steps,
     upload_checkpoint,
@@ -87,7 +85,7 @@ def store(server, monkeypatch):
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
     server.client.create_bucket(Bucket=BUCKET)
-    dflash_hf.runs.remote_store.fsspec.get_filesystem_class("s3").clear_instance_cache()
+    dflash_hf.remote_checkpoints.fsspec.get_filesystem_class("s3").clear_instance_cache()
     yield server
     if not server.is_up:
         server.up()
@@ -205,7 +203,7 @@ def test_wrong_credentials_end_in_an_error_that_does_not_repeat_them(
 
     store.ask("reset-auth", b"0")
     if told_by == "a talkative store":
-        monkeypatch.setattr(dflash_hf.runs.remote_store.fsspec.get_filesystem_class("s3"), "exists", forbidden)
+        monkeypatch.setattr(dflash_hf.remote_checkpoints.fsspec.get_filesystem_class("s3"), "exists", forbidden)
     trainer = mirrored(tmp_path, target, patient(final_attempts=1))
     with pytest.raises(RemoteCheckpointError):
         trainer.train()
@@ -221,7 +219,7 @@ def test_wrong_credentials_end_in_an_error_that_does_not_repeat_them(
 def train_mirrored(folder: str, stall: str = "", **kwargs) -> None:
     """Target of a process; `stall` names a file during whose upload it waits to be killed."""
     if stall:
-        system = dflash_hf.runs.remote_store.fsspec.get_filesystem_class("s3")
+        system = dflash_hf.remote_checkpoints.fsspec.get_filesystem_class("s3")
         original = system.put_file
 
         def put_file(self, local, remote, *args, **options):
@@ -362,7 +360,7 @@ MEMORY = "memory://faults/run"
 
 @pytest.fixture
 def memory():
-    system = dflash_hf.runs.remote_store.fsspec.filesystem("memory")
+    system = dflash_hf.remote_checkpoints.fsspec.filesystem("memory")
     yield system
     if system.exists("/faults"):
         system.rm("/faults", recursive=True)
@@ -434,7 +432,7 @@ def test_a_checkpoint_that_cannot_be_set_aside_does_not_stop_training(memory, ta
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(dflash_hf.runs.remote_checkpoints, "linked_copy", full)
+    monkeypatch.setattr(dflash_hf.remote_checkpoints, "linked_copy", full)
     with pytest.raises(RemoteCheckpointError, match="checkpoint-4 never arrived"):
         memory_run(tmp_path, target).train()
     assert any("checkpoint-2 cannot be set aside" in message for message in caplog.messages)
@@ -444,7 +442,7 @@ def test_a_checkpoint_that_cannot_be_set_aside_does_not_stop_training(memory, ta
 def test_a_disk_without_room_for_what_is_fetched_is_an_error_before_it(memory, target, tmp_path, monkeypatch):
     memory_run(tmp_path / "run", target).train()
     usage = shutil.disk_usage(tmp_path)._replace(free=2**20)
-    monkeypatch.setattr(dflash_hf.runs.checkpointing.shutil, "disk_usage", lambda folder: usage)
+    monkeypatch.setattr(dflash_hf.checkpointing.shutil, "disk_usage", lambda folder: usage)
     with pytest.raises(DiskSpaceError):
         fetch_checkpoint(f"{MEMORY}/checkpoint-4", tmp_path / "other")
     assert not list((tmp_path / "other").iterdir())

@@ -15,12 +15,10 @@ from tiny import byte_tokenizer, dense_target
 from transformers import TrainerCallback
 
 from dflash_hf import DFlashTrainer
-from dflash_hf.data.manifest import open_documents
-from dflash_hf.data.tokenize_job import tokenize_files
-from dflash_hf.data.tokenizing import TokenizeOptions
-from dflash_hf.runs.checkpoint_manifest import MANIFEST_NAME, make_manifest
-from dflash_hf.runs.interrupts import TrainingInterrupted
-from dflash_hf.runs.record import RECORD_NAME
+from dflash_hf.callbacks import TrainingInterrupted
+from dflash_hf.checkpointing import MANIFEST_NAME, make_manifest
+from dflash_hf.resuming import RECORD_NAME
+from dflash_hf.tokenizing import TokenizeOptions, open_documents, tokenize_files
 
 
 STEPS, SAVED = 10, 4

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, Qwen3Config
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
-from dflash_hf.checkpoint_tensors import fetch_checkpoint
+from dflash_hf.checkpoint_format import fetch_checkpoint
 
 
 # Names the files that a repository ships, and who wrote them: no reader computes with these.
@@ -356,7 +356,7 @@ def test_all_that_engines_would_read_is_downloaded_and_no_more(tmp_path, monkeyp
             shutil.copy(tmp_path / "hub" / name, tmp_path / "cache" / name)
         return str(tmp_path / "cache")
 
-    monkeypatch.setattr("dflash_hf.checkpoint_tensors.snapshot_download", download)
+    monkeypatch.setattr("dflash_hf.checkpoint_format.snapshot_download", download)
     folder = fetch_checkpoint("z-lab/Drafter", subfolder, revision="b16")
     fetched = {"config.json", "model.safetensors", "extra.safetensors", "model.safetensors.index.json"}
     assert {path.name for path in folder.iterdir()} == fetched | {"mask_embedding.pt"}
@@ -397,7 +397,7 @@ def uploads(monkeypatch):
 def test_c2_pushing_uploads_one_finished_folder_in_bf16_by_default(tmp_path, monkeypatch, kwargs, dtype):
     drafter, files = drafter_of(), {}
     monkeypatch.setattr(
-        "dflash_hf.publishing.sending.publish",
+        "dflash_hf.publishing.publish",
         lambda publication, **kwargs: files.update({p.name: p.read_bytes() for p in publication.folder.iterdir()}),
     )
     drafter.push_to_hub("me/drafter", **kwargs)

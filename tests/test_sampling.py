@@ -10,9 +10,7 @@ import torch
 from test_generation import PROMPT, drafter_for, oracle_for, target_and_answer
 from tiny import dense_target, hybrid_target
 
-from dflash_hf.decoding.sampling import Greedy, Sampling
-from dflash_hf.decoding.state import draft_forward, target_forward
-from dflash_hf.generation import speculative_generate
+from dflash_hf.generation import Greedy, Sampling, draft_forward, speculative_generate, target_forward
 
 
 torch.set_num_threads(1)

@@ -13,7 +13,7 @@ from runs import make_documents, make_trainer
 from test_hub_pushes import Hub
 from tiny import byte_tokenizer, dense_target
 
-from dflash_hf.runs.checkpoint_manifest import MANIFEST_NAME, sha256_of
+from dflash_hf.checkpointing import MANIFEST_NAME, sha256_of
 
 
 PLANTED = {
@@ -45,7 +45,7 @@ def test_planted_secrets_are_in_no_file_no_log_and_no_push(target, tmp_path, mon
     for name, value in PLANTED.items():
         monkeypatch.setenv(name, value)
     hub = Hub(tmp_path / "hub")
-    monkeypatch.setattr("dflash_hf.publishing.hub_pushes.publish", hub.publish)
+    monkeypatch.setattr("dflash_hf.publishing.publish", hub.publish)
     caplog.set_level("DEBUG", logger="dflash_hf")
     trainer = make_trainer(
         tmp_path / "run",

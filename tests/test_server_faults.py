@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 from test_serving import Engine, Handler, measure, no_waiting, start
 
-from dflash_hf.decoding import server_http
-from dflash_hf.decoding.completion_client import LONGEST_RETRY_AFTER, AnswerError, CompletionServer, _retry_after
-from dflash_hf.decoding.prompts import EvaluationPrompt
-from dflash_hf.decoding.server_client import Server, ServerError
+from dflash_hf import serving as server_http
+from dflash_hf.prompts import EvaluationPrompt
+from dflash_hf.serving import LONGEST_RETRY_AFTER, AnswerError, CompletionServer, Server, ServerError, _retry_after
 
 
 DRAFTS, SLOTS = "spec_decode_num_drafts_total", "spec_decode_num_accepted_tokens_per_pos_total"

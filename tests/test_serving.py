@@ -9,13 +9,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from dflash_hf.decoding import server_client
-from dflash_hf.decoding.completion_client import AnswerError, CompletionServer
-from dflash_hf.decoding.prompts import EvaluationPrompt
-from dflash_hf.decoding.server_answers import own_verifications
-from dflash_hf.decoding.server_client import Server, ServerError
-from dflash_hf.decoding.server_counters import Verifications
-from dflash_hf.decoding.serving import measure_server
+from dflash_hf import serving as server_client
+from dflash_hf.prompts import EvaluationPrompt
+from dflash_hf.serving import (
+    AnswerError,
+    CompletionServer,
+    Server,
+    ServerError,
+    Verifications,
+    measure_server,
+    own_verifications,
+)
 
 
 VLLM_PAGE = """\
@@ -455,7 +459,7 @@ def test_other_traffic_is_a_warning(start, caplog):
         return answer(body)
 
     engine.answer = with_others
-    logger = logging.getLogger("dflash_hf.decoding.serving")
+    logger = logging.getLogger("dflash_hf.serving")
     logger.addHandler(caplog.handler)
     measure(url, "easy 1")
     logger.removeHandler(caplog.handler)

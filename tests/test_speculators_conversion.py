@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny import dense_target
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, FrozenTarget
-from dflash_hf.training.speculators_conversion import convert_speculators
+from dflash_hf.convert_speculators import convert_speculators
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -134,7 +134,7 @@ def test_a_converted_drafter_computes_what_its_weights_say(tmp_path, caplog, tar
         k: v for k, v in expected.items() if k not in ignored
     }
     slides = SLIDING in fields["layer_types"]
-    warnings = [r.getMessage() for r in caplog.records if r.name == "dflash_hf.training.speculators_conversion"]
+    warnings = [r.getMessage() for r in caplog.records if r.name == "dflash_hf.convert_speculators"]
     assert ["window of the sliding layers changes at its edge" in m for m in warnings] == [True] * slides
 
 

@@ -10,7 +10,7 @@ from tiny import dense_target
 from transformers import TrainerCallback
 
 from dflash_hf import PackedDataset
-from dflash_hf.data.packing import RowSampler
+from dflash_hf.packing import RowSampler
 
 
 ROWS = 16

@@ -14,13 +14,10 @@ from tiny import MASK_TOKEN_ID, dense_target, hybrid_target
 from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
-from dflash_hf.publishing.training_facts import FACTS_NAME
-from dflash_hf.runs.record import RECORD_NAME
-from dflash_hf.target import startup_times
-from dflash_hf.target.frozen_target import FrozenTarget
-from dflash_hf.target.kernel_cache import keep_tuned_kernels
-from dflash_hf.target.startup_times import STAGES, StartupTimes
-from dflash_hf.target.synthetic import random_target
+from dflash_hf import frozen_target as startup_times
+from dflash_hf.frozen_target import STAGES, FrozenTarget, StartupTimes, keep_tuned_kernels, random_target
+from dflash_hf.publishing import FACTS_NAME
+from dflash_hf.resuming import RECORD_NAME
 
 
 CPU = torch.device("cpu")
@@ -135,7 +132,7 @@ def test_making_random_weights_counts_as_loading(monkeypatch):
         time.sleep(0.2)
         return hybrid_target()
 
-    monkeypatch.setattr("dflash_hf.target.synthetic.AutoModelForCausalLM.from_config", slow)
+    monkeypatch.setattr("dflash_hf.frozen_target.AutoModelForCausalLM.from_config", slow)
     target = random_target(hybrid_target().config, [1, 4], "cpu")
     assert 0.2 <= target.startup.seconds["load_target"] < 2
 

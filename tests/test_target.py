@@ -11,7 +11,7 @@ from tiny import HIDDEN_SIZE, MASK_TOKEN_ID, VOCAB_SIZE, dense_target, hybrid_ta
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3Model
 
 from dflash_hf import DFlashDraftConfig, FrozenTarget
-from dflash_hf.target.head import FrozenHead
+from dflash_hf.frozen_target import FrozenHead
 
 
 TARGETS = {"dense": dense_target, "tied_llama": llama_target, "hybrid": hybrid_target}

@@ -9,10 +9,10 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, FrozenTarget
+from dflash_hf import generation as decoding_state
 from dflash_hf.acceptance import DecodingSettings, plain_answers
-from dflash_hf.decoding import state as decoding_state
+from dflash_hf.frozen_target import FrozenHead
 from dflash_hf.generation import speculative_generate
-from dflash_hf.target.head import FrozenHead
 
 
 torch.set_num_threads(1)

@@ -10,10 +10,9 @@ from tiny import capped_target, dense_target, llama_target, mixed_target, window
 from torch._dynamo.testing import CompileCounter
 
 from dflash_hf import FrozenTarget
-from dflash_hf.target.dense import PackedDense, flex_documents
-from dflash_hf.target.document_masks import document_block_mask, document_tiles, earliest_keys
-from dflash_hf.target.packing import Piece, packed_row
-from dflash_hf.target.startup_check import packing_fault
+from dflash_hf.frozen_target import packing_fault
+from dflash_hf.masking import document_block_mask, document_tiles, earliest_keys
+from dflash_hf.packed_targets import PackedDense, Piece, flex_documents, packed_row
 
 
 TAPS = [1, 2]

@@ -20,13 +20,12 @@ from transformers import (
 )
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, FrozenTarget
-from dflash_hf.target import checks, loading
-from dflash_hf.target import frozen_target as target
-from dflash_hf.target import kernels as target_kernels
-from dflash_hf.target import qwen3_5 as target_qwen3_5
-from dflash_hf.target.dense import IMPLEMENTATION, PackedDense
-from dflash_hf.target.packing import Piece, packed_row
-from dflash_hf.target.qwen3_5 import PackedQwen35
+from dflash_hf import frozen_target as checks
+from dflash_hf import frozen_target as loading
+from dflash_hf import frozen_target as target
+from dflash_hf import packed_targets as target_kernels
+from dflash_hf import packed_targets as target_qwen3_5
+from dflash_hf.packed_targets import IMPLEMENTATION, PackedDense, PackedQwen35, Piece, packed_row
 
 
 def moe_target():
@@ -59,7 +58,7 @@ def assert_close(actual, expected):
 
 
 def warnings_of(caplog) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == "dflash_hf.target.frozen_target"]
+    return [r.getMessage() for r in caplog.records if r.name == "dflash_hf.frozen_target"]
 
 
 def assert_each_as_if_alone(features: torch.Tensor, alone: FrozenTarget) -> None:
@@ -116,7 +115,7 @@ def test_documents_beyond_the_tokens_of_a_forward_run_in_further_forwards(model,
             groups.append(piece)
             yield [piece]
 
-    monkeypatch.setattr("dflash_hf.target.features.groups_in_order", in_small_groups)
+    monkeypatch.setattr("dflash_hf.frozen_target.groups_in_order", in_small_groups)
     assert_close(packed.context_hidden_states(batch(), LENGTHS), expected)
     assert len(groups) == 6
 

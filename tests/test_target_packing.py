@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_hf.target.packing import (
+from dflash_hf.packed_targets import (
     CHUNK_SIZE,
     MAX_PADDING,
     ROW_MULTIPLE,

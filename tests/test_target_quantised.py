@@ -8,8 +8,7 @@ from torch import nn
 from transformers import QuantoConfig
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, FrozenTarget
-from dflash_hf.target.frozen_target import _quantised
-from dflash_hf.target.head import FrozenHead
+from dflash_hf.frozen_target import FrozenHead, _quantised
 
 
 LENGTHS = [[9, 13]]
@@ -91,7 +90,7 @@ def test_the_head_multiplies_in_a_type_that_can(monkeypatch):
     hidden, exact = torch.randn(3, HIDDEN_SIZE).bfloat16(), FrozenHead(dense_target(), "cpu")
     model = in_int8(dense_target())
     for on_device in (True, False):
-        monkeypatch.setattr("dflash_hf.target.head.is_on", lambda parameter, device, answer=on_device: answer)
+        monkeypatch.setattr("dflash_hf.frozen_target.is_on", lambda parameter, device, answer=on_device: answer)
         head = FrozenHead(model, "cpu")
         assert (head.head is model.lm_head) == on_device
         assert head.head_dtype == torch.float32 and head.vocab_size == VOCAB_SIZE

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from tiny import byte_tokenizer
 
-from dflash_hf.data.chat_rows import RowError, read_chats
-from dflash_hf.data.documents import drafts_of
-from dflash_hf.data.rendering import ChatFormat
+from dflash_hf.chats import RowError, read_chats
+from dflash_hf.rendering import ChatFormat, drafts_of
 
 
 TEMPLATES = Path(importlib.util.find_spec("trl").submodule_search_locations[0]) / "chat_templates"

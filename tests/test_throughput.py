@@ -6,8 +6,7 @@ import time
 import pytest
 import torch
 
-from dflash_hf.target.feature_transfer import Features, Span
-from dflash_hf.target.throughput import Throughput
+from dflash_hf.prefetch import Features, Span, Throughput
 
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")

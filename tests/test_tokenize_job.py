@@ -17,12 +17,17 @@ import pytest
 from killing import run_and_kill
 from tiny import CHATML_TEMPLATE, byte_tokenizer
 
-from dflash_hf.data.conversations import tokenize_conversation
-from dflash_hf.data.manifest import open_documents
-from dflash_hf.data.preparation_report import format_summary, marked_examples, plot_lengths
-from dflash_hf.data.shards import OutputError, ShardWriter
-from dflash_hf.data.tokenize_job import tokenize_files
-from dflash_hf.data.tokenizing import TokenizeOptions
+from dflash_hf.tokenizing import (
+    OutputError,
+    ShardWriter,
+    TokenizeOptions,
+    format_summary,
+    marked_examples,
+    open_documents,
+    plot_lengths,
+    tokenize_conversation,
+    tokenize_files,
+)
 
 
 TOKENIZER = byte_tokenizer()
@@ -172,7 +177,7 @@ class TestDocuments:
         tokenize(tmp_path, output="one")
         tokenize(tmp_path, output="two", num_proc=2)
         assert tree(tmp_path / "one") == tree(tmp_path / "two")
-        monkeypatch.setattr("dflash_hf.data.tokenizing.CHUNK_CHARACTERS", 300)
+        monkeypatch.setattr("dflash_hf.tokenizing.CHUNK_CHARACTERS", 300)
         tokenize(tmp_path, output="small")
         small, one = open_documents(tmp_path / "small"), open_documents(tmp_path / "one")
         assert small["input_ids"][:] == one["input_ids"][:] and len(one) == 130
@@ -333,9 +338,9 @@ class TestResume:
         (tmp_path / "out/train/b.jsonl.parquet").unlink()
         (tmp_path / "out/shard-left.tmp").write_bytes(b"from a killed run")
         opened = []
-        original = sys.modules["dflash_hf.data.tokenizing"].read_rows
+        original = sys.modules["dflash_hf.tokenizing"].read_rows
         monkeypatch.setattr(
-            "dflash_hf.data.tokenizing.read_rows", lambda fs, file: opened.append(file.name) or original(fs, file)
+            "dflash_hf.tokenizing.read_rows", lambda fs, file: opened.append(file.name) or original(fs, file)
         )
         tokenize(tmp_path)
         assert opened == ["b.jsonl"] and tree(tmp_path / "out") == before

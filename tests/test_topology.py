@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_hf.target.topology import LAYOUTS, check_world_size, local_world_size, place, planned_placements
+from dflash_hf.topology import LAYOUTS, check_world_size, local_world_size, place, planned_placements
 
 
 def indices(placement) -> tuple[int, list[int]]:

@@ -25,7 +25,7 @@ from dflash_hf import (
     FrozenTarget,
     PackedDataset,
 )
-from dflash_hf.data.anchors import document_seed
+from dflash_hf.data_collator import document_seed
 from dflash_hf.trainer import add_context_noise
 
 

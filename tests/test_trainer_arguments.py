@@ -13,8 +13,8 @@ from tiny import dense_target
 from transformers import TrainerCallback, TrainingArguments
 
 from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
-from dflash_hf.runs.interrupts import TrainingInterrupted
-from dflash_hf.training.refused_options import REFUSED, REFUSED_FIRST, check_before
+from dflash_hf.callbacks import TrainingInterrupted
+from dflash_hf.training_args import REFUSED, REFUSED_FIRST, check_before
 
 
 # Fields that act as transformers documents them, by what shows it: the parent's code that is used as it is, or a test.
@@ -118,7 +118,7 @@ def test_arguments_that_would_do_something_else_are_refused(values, message, tmp
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_loaded(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("dflash_hf.training.argument_checks.get_available_reporting_integrations", list)
+    monkeypatch.setattr("dflash_hf.training_args.get_available_reporting_integrations", list)
     with pytest.raises(ValueError, match=f"needs {name}.*Install"):
         arguments(tmp_path, report_to=[name])
 
@@ -245,8 +245,8 @@ def test_a_checkpoint_in_the_arguments_is_resumed(target, tmp_path, word):
 
 
 def test_an_interrupted_run_says_how_to_go_on_and_warns_when_it_does_not(target, tmp_path, caplog, monkeypatch):
-    for name in ("interrupts", "resuming"):
-        monkeypatch.setattr(f"dflash_hf.runs.{name}.logger", logging.getLogger("seen"))
+    for name in ("callbacks", "resuming"):
+        monkeypatch.setattr(f"dflash_hf.{name}.logger", logging.getLogger("seen"))
     _interrupted(tmp_path, target, 2)
     assert f"interrupted after step 2 of 6. resume_from_checkpoint=True goes on from {tmp_path}/checkpoint-2" in (
         caplog.text
@@ -255,7 +255,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_warns_when_it_does_not(target,
     make_trainer(tmp_path, target, max_steps=6, resume_from_checkpoint=True).train()
     assert "anew" not in caplog.text
     # A run that is finished has nothing to say of its steps.
-    monkeypatch.setattr("dflash_hf.target.pairs.logger.warning_once", lambda said: caplog.handler.stream.write(said))
+    monkeypatch.setattr("dflash_hf.prefetch.logger.warning_once", lambda said: caplog.handler.stream.write(said))
     before = caplog.text
     make_trainer(tmp_path, target, max_steps=6, resume_from_checkpoint=True).train()
     assert caplog.text == before
@@ -268,7 +268,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_warns_when_it_does_not(target,
 
 
 def test_a_metric_that_no_evaluation_reports_is_told_of_at_once(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("dflash_hf.training.trainer_arguments.logger", logging.getLogger("seen"))
+    monkeypatch.setattr("dflash_hf.training_args.logger", logging.getLogger("seen"))
     for name in ("acceptance_length", "eval_code_acceptance_length_mbpp", "eval_loss", "accuracy_slot_3"):
         arguments(tmp_path, metric_for_best_model=name)
     assert not caplog.text
@@ -280,7 +280,7 @@ def test_a_cpu_that_was_not_asked_for_is_told_of(target, tmp_path, caplog, monke
     """bf16 on a machine whose GPU torch cannot reach would train for weeks without a word."""
     seen = logging.getLogger("seen")
     seen.warning_once = seen.warning
-    monkeypatch.setattr("dflash_hf.training.model_preparation.logger", seen)
+    monkeypatch.setattr("dflash_hf.trainer.logger", seen)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     make_trainer(tmp_path, target)
     assert not caplog.text

@@ -14,7 +14,7 @@ from tiny import CHATML_TEMPLATE, MASK_TOKEN_ID, byte_tokenizer, dense_target
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, TokenizeOptions, load_documents, tokenize_files
 from dflash_hf.cli import refuse_unused
 from dflash_hf.generation import speculative_decoding, speculative_generate
-from dflash_hf.training.refused_options import check_scripted
+from dflash_hf.training_args import check_scripted
 
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"

@@ -21,10 +21,17 @@ from tiny import MASK_TOKEN_ID, dense_target
 from transformers import AutoModelForCausalLM
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
-from dflash_hf.validation import reading as validation_reading
-from dflash_hf.validation.checkpoint import READERS, SIZES, Checkpoint
-from dflash_hf.validation.command import main
-from dflash_hf.validation.validate import RULES, RuleResult, ValidationReport, validate_checkpoint
+from dflash_hf import validation as validation_reading
+from dflash_hf.validation import (
+    READERS,
+    RULES,
+    SIZES,
+    Checkpoint,
+    RuleResult,
+    ValidationReport,
+    main,
+    validate_checkpoint,
+)
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -713,7 +720,7 @@ def test_a_revision_of_a_folder_is_refused(tmp_path):
 def test_the_console_command_is_this_function():
     parser = ConfigParser()
     parser.read(Path(__file__).parents[1] / "setup.cfg")
-    assert parser["options.entry_points"]["console_scripts"].strip() == "dflash-hf = dflash_hf.validation.command:main"
+    assert parser["options.entry_points"]["console_scripts"].strip() == "dflash-hf = dflash_hf.validation:main"
 
 
 @pytest.fixture

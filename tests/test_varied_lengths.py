@@ -9,8 +9,8 @@ from tiny import MASK_TOKEN_ID, dense_target
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, FrozenTarget
 from dflash_hf.acceptance import DecodingSettings, plain_answers
+from dflash_hf.frozen_target import varied_lengths
 from dflash_hf.generation import speculative_generate
-from dflash_hf.target.varied_lengths import varied_lengths
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,9 @@ from test_trainer import BLOCK_SIZE, make_arguments, make_documents, make_drafte
 from tiny import MASK_TOKEN_ID, byte_tokenizer, dense_target, hybrid_target, llama_target
 
 from dflash_hf import DataCollatorForDFlash, DFlashTrainer, FrozenTarget, PackedDataset
-from dflash_hf.decoding.walk import WalkedAnswer, WalkSums, follow, right_drafts, walk_batch, walk_documents
+from dflash_hf.acceptance import WalkedAnswer, WalkSums, follow, right_drafts, walk_batch, walk_documents
+from dflash_hf.frozen_target import FrozenHead
 from dflash_hf.generation import speculative_generate
-from dflash_hf.target.head import FrozenHead
 
 
 torch.set_num_threads(1)

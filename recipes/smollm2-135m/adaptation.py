@@ -41,10 +41,10 @@ from dflash_hf import (
     read_completions,
     tokenize_completions,
 )
+from dflash_hf.adapters import lora_config
+from dflash_hf.callbacks import NonFiniteTrainingError
 from dflash_hf.cli import parse_config
-from dflash_hf.runs.guards import NonFiniteTrainingError
-from dflash_hf.target.loading import eos_token_ids
-from dflash_hf.training.drafter_adapters import lora_config
+from dflash_hf.frozen_target import eos_token_ids
 
 
 @dataclass

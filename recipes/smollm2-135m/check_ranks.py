@@ -28,7 +28,7 @@ from dflash_hf import (
     tokenize_completions,
 )
 from dflash_hf.cli import parse_config
-from dflash_hf.runs.rank_comparison import rank_differences
+from dflash_hf.planning import rank_differences
 
 
 HERE = Path(__file__).resolve().parent

@@ -20,8 +20,8 @@ from dflash_hf import (
     tokenize_completions,
 )
 from dflash_hf.acceptance import AcceptanceReport, DecodingSettings, PlainAnswer, measure_acceptance, plain_answers
-from dflash_hf.target.pairs import place_target
-from dflash_hf.training.objectives import compares_distributions
+from dflash_hf.losses import compares_distributions
+from dflash_hf.prefetch import place_target
 
 
 HERE = Path(__file__).resolve().parent

@@ -9,8 +9,8 @@ from study_features import Features
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from dflash_hf.data.collator import DataCollatorForDFlash
-from dflash_hf.data.packing import PackedDataset, RowSampler, seeded_permutation
+from dflash_hf.data_collator import DataCollatorForDFlash
+from dflash_hf.packing import PackedDataset, RowSampler, seeded_permutation
 
 
 # Processes that collate on a machine with a GPU, whose steps are faster than one of them.

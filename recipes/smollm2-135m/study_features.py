@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from dflash_hf.target.frozen_target import FrozenTarget
-from dflash_hf.target.packing import Piece, groups_in_order
+from dflash_hf.frozen_target import FrozenTarget
+from dflash_hf.packed_targets import Piece, groups_in_order
 
 
 class Features:

@@ -20,15 +20,13 @@ from torch import nn
 from transformers import get_scheduler
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.data.collator import DataCollatorForDFlash
-from dflash_hf.data.packing import PackedDataset
-from dflash_hf.decoding.walk import WalkSums, walk_batch
-from dflash_hf.target.frozen_target import FrozenTarget
-from dflash_hf.target.head import FrozenHead
+from dflash_hf.acceptance import WalkSums, walk_batch
+from dflash_hf.data_collator import DataCollatorForDFlash
+from dflash_hf.frozen_target import FrozenHead, FrozenTarget
+from dflash_hf.losses import BlockSums, drafter_loss, make_objective
+from dflash_hf.optimizers import MuonWithAdamW
+from dflash_hf.packing import PackedDataset
 from dflash_hf.trainer import add_context_noise
-from dflash_hf.training.drafter_loss import drafter_loss
-from dflash_hf.training.losses import BlockSums, make_objective
-from dflash_hf.training.optimizers import MuonWithAdamW
 
 
 @dataclass(frozen=True)
@@ -205,7 +203,7 @@ def objective_of(run: Run, block_size: int):
 
 def _import_torchao(asked_for: str, module: str) -> Any:
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(module)  # noqa: TID251 - a peer, not ours
     except ImportError as error:
         raise ImportError(
             f"{asked_for} needs torchao, which cannot be imported ({error}). Run `pip install --no-deps torchao`."

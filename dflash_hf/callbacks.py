@@ -1,0 +1,725 @@
+# SPDX-License-Identifier: Apache-2.0
+"""While a run goes on: signals that end it, steps that are not finite, profiles."""
+
+import ctypes
+import json
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.distributed.launcher.api import LaunchConfig
+from torch.profiler import ProfilerActivity, profile
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
+from transformers.utils import logging
+
+
+# --- Numbers of the device that the host reads later, when they have long arrived.
+
+
+class HostCopy:
+    """A copy of a small tensor on its way to the host, which waits only if it is read before it has arrived.
+
+    Args:
+        tensor (`torch.Tensor`): On any device; of a CPU tensor the copy is there at once.
+    """
+
+    def __init__(self, tensor: torch.Tensor):
+        self._event: torch.cuda.Event | None = None
+        if tensor.device.type == "cuda":
+            # Only a copy into pinned memory leaves the host free to queue the next kernels.
+            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._tensor.copy_(tensor.detach(), non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(tensor.device))
+        else:
+            self._tensor = tensor.detach().to("cpu", copy=True)
+
+    @property
+    def is_immediate(self) -> bool:
+        """Whether reading never waits."""
+        return self._event is None
+
+    def read(self) -> torch.Tensor:
+        """The tensor on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensor
+
+
+# --- Guards against training in vain: steps that are not finite, and a loss that cannot fall.
+
+
+logger = logging.get_logger(__name__)
+
+# Documents named in a message; a step may hold hundreds.
+MAX_NAMED = 20
+
+
+class NonFiniteTrainingError(RuntimeError):
+    """Too many steps in a row whose loss or gradients were not finite, or weights that are not finite themselves."""
+
+
+@dataclass
+class _MicroBatch:
+    """What the device knows of one micro-batch, read only when its step was left out."""
+
+    documents: list[list[int]]
+    lengths: list[list[int]]
+    context_sums: torch.Tensor  # [B, T], not finite where any of a token's hidden states is not
+    loss_is_finite: torch.Tensor | None = None
+
+    def broken_documents(self) -> list[int]:
+        """The documents that have a token with non-finite hidden states."""
+        finite = torch.isfinite(self.context_sums).cpu()
+        broken = []
+        for row, (documents, lengths) in enumerate(zip(self.documents, self.lengths, strict=True)):
+            parts = finite[row, : sum(lengths)].split(lengths)
+            broken += [document for document, part in zip(documents, parts, strict=True) if not part.all()]
+        return broken
+
+
+@dataclass
+class _Step:
+    number: int
+    flag: HostCopy
+    micro_batches: list[_MicroBatch] = field(default_factory=list)
+
+
+class StepGuard(TrainerCallback):
+    """Leaves out every step whose loss or gradients are not finite, names it, and stops after too many in a row.
+
+    Args:
+        drafter (`nn.Module`): Whose parameters are looked at once a step was left out.
+        max_in_a_row (`int`): Steps left out one after the other that stop the run.
+        scaled (`bool`): Whether a gradient scaler (fp16) decides on the device; then steps are only counted here.
+    """
+
+    def __init__(self, drafter: nn.Module, max_in_a_row: int, scaled: bool = False):
+        self.drafter, self.max_in_a_row, self.scaled = drafter, max_in_a_row, scaled
+        self.in_a_row = 0
+        self.left_out: list[int] = []
+        self.evaluated: list[_MicroBatch] = []
+        self._settled = self._num_left_out = 0
+        self._flag: torch.Tensor | None = None
+        self._current: list[_MicroBatch] = []
+        self._pending: list[_Step] = []
+        self._hook: Any = None
+
+    def see(
+        self, context: torch.Tensor, documents: list[list[int]], lengths: list[list[int]], training: bool = True
+    ) -> None:
+        """Remember a micro-batch's hidden states `[B, T, K * D]` by one sum per token."""
+        seen = _MicroBatch(documents, lengths, context.detach().sum(-1, dtype=torch.float32))
+        (self._current if training else self.evaluated).append(seen)
+
+    def marked(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss, with gradients that are NaN throughout where it is not finite itself."""
+        finite = torch.isfinite(loss.detach())
+        if self._current:
+            self._current[-1].loss_is_finite = finite
+        return loss * torch.where(finite, 1.0, float("nan"))
+
+    def judge(self, grad_norm: torch.Tensor | float, step: int) -> torch.Tensor:
+        """Whether a step is left out, on the device, from the norm of its summed gradients.
+
+        Args:
+            grad_norm: As Trainer computed it, the same on every rank.
+            step: The step's number, from 1.
+        """
+        self._flag = ~torch.isfinite(torch.as_tensor(grad_norm).detach())
+        self._pending.append(_Step(step, HostCopy(self._flag), self._current))
+        self._current = []
+        return self._flag
+
+    def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+        if isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
+        self._hook = optimizer.register_step_pre_hook(self._before_step)
+        self.in_a_row, self.left_out, self._settled, self._num_left_out = 0, [], 0, 0
+
+    def finish(self) -> None:
+        """Read every flag at the end of a run, which has to have taken a step and left finite weights.
+
+        Raises:
+            NonFiniteTrainingError: All its steps were left out, or the last one spoilt the weights.
+        """
+        self.flush()
+        if self._settled and self._num_left_out == self._settled:
+            raise NonFiniteTrainingError(
+                f"All {self._settled} steps of this run were left out, since their losses or gradients are not "
+                "finite: nothing was trained. Look at the documents named above and at the target's dtype."
+            )
+        parameter = first_nonfinite_parameter(self.drafter)
+        if parameter is not None:
+            raise NonFiniteTrainingError(
+                f"The run ended with a drafter whose {parameter} is not finite. Resume from the last checkpoint; "
+                "checkpoints are written of finite weights only."
+            )
+
+    def report_evaluation(self, loss: float) -> None:
+        """Name the documents of an evaluation whose loss is not finite, and forget what was seen of it."""
+        if not math.isfinite(loss):
+            broken = [document for batch in self.evaluated for document in batch.broken_documents()]
+            whose = f"not finite in {_named(broken)} of those evaluated" if broken else "finite in this process"
+            logger.warning(f"The loss of the evaluation is not finite: the target's hidden states are {whose}.")
+        self.evaluated.clear()
+
+    def close(self) -> None:
+        """Let go of the optimizer and of what was remembered."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook, self._current, self._pending = None, [], []
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._flag is None or self.scaled:
+            return
+        if all(group.get("fused") for group in optimizer.param_groups):
+            optimizer.found_inf = self._flag.float()
+        elif self._flag.item():
+            # Without gradients an optimizer touches neither a parameter nor its state.
+            optimizer.zero_grad(set_to_none=True)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # The newest flag may still be on its way.
+        keep = 0 if not self._pending or self._pending[-1].flag.is_immediate else 1
+        self._settle(len(self._pending) - keep)
+
+    def flush(self) -> None:
+        """Read every flag, waiting for the device.
+
+        Raises:
+            NonFiniteTrainingError: As for any step.
+        """
+        self._settle(len(self._pending))
+
+    def take_left_out(self) -> list[int]:
+        """The steps left out since this was last asked."""
+        steps, self.left_out = self.left_out, []
+        return steps
+
+    def _settle(self, count: int) -> None:
+        settled, self._pending = self._pending[:count], self._pending[count:]
+        self._settled += len(settled)
+        for step in settled:
+            if not step.flag.read().item():
+                self.in_a_row = 0
+                continue
+            self.in_a_row += 1
+            self._num_left_out += 1
+            self.left_out.append(step.number)
+            self._report(step)
+
+    def _report(self, step: _Step) -> None:
+        message = (
+            f"Step {step.number} was left out: its loss or gradients are not finite. {_blame(step.micro_batches)}"
+        )
+        parameter = first_nonfinite_parameter(self.drafter)
+        if parameter is not None:
+            raise NonFiniteTrainingError(
+                f"{message} The drafter's own {parameter} is not finite, so no later step can be. Resume from the "
+                "last checkpoint; checkpoints are written of finite weights only."
+            )
+        if self.in_a_row >= self.max_in_a_row:
+            raise NonFiniteTrainingError(
+                f"{message} It is the last of {self.in_a_row} in a row (max_nonfinite_steps={self.max_in_a_row}), so "
+                "the run stops; weights and checkpoints are those from before. Look at the named documents and at "
+                "the target's dtype, or lower the learning rate."
+            )
+        logger.warning(f"{message} {self.in_a_row} in a row; {self.max_in_a_row} stop the run.")
+
+
+def _blame(batches: list[_MicroBatch]) -> str:
+    broken = [document for batch in batches for document in batch.broken_documents()]
+    if broken:
+        return f"The target's hidden states are not finite in {_named(broken)}."
+    lost = [batch for batch in batches if batch.loss_is_finite is not None]
+    lost = [batch for batch in lost if not batch.loss_is_finite.item()]  # type: ignore[union-attr]
+    documents = [d for batch in lost or batches for row in batch.documents for d in row]
+    what = "The loss is not finite" if lost else "The losses of this process are finite; the step trained here"
+    return f"{what} on {_named(documents)}."
+
+
+def _named(documents: list[int]) -> str:
+    shown = ", ".join(map(str, documents[:MAX_NAMED]))
+    more = f" and {len(documents) - MAX_NAMED} more" if len(documents) > MAX_NAMED else ""
+    return f"document{'s' if len(documents) != 1 else ''} {shown}{more}"
+
+
+def first_nonfinite_parameter(model: nn.Module) -> str | None:
+    """Name of a parameter that holds an infinity or NaN, or None (reads the device once)."""
+    named = dict(model.named_parameters())
+    finite = torch.stack([torch.isfinite(p.detach()).all() for p in named.values()]).tolist()
+    return next((name for name, is_finite in zip(named, finite, strict=True) if not is_finite), None)
+
+
+def check_can_learn(drafter: nn.Module, groups: list[dict[str, Any]], partial: bool = False) -> None:
+    """Raises for a loss that cannot fall, whatever the data; warns of parameters that are frozen.
+
+    Args:
+        drafter: The model to be trained.
+        groups: Of the optimizer: `lr` (or `initial_lr`, before the schedule), and `params` where it exists already.
+        partial: Whether a part of the drafter was meant to be frozen.
+
+    Raises:
+        ValueError: Every learning rate is 0, no parameter requires a gradient, or the optimizer has none of them.
+    """
+    if not any(group.get("initial_lr", group["lr"]) for group in groups):
+        raise ValueError(
+            "The learning rate is 0, so no step would change the drafter. Set learning_rate (the paper: 6e-4), or "
+            "call evaluate() if nothing is to be trained."
+        )
+    named = dict(drafter.named_parameters())
+    frozen = [name for name, parameter in named.items() if not parameter.requires_grad]
+    if len(frozen) == len(named):
+        raise ValueError(
+            f"None of the drafter's {len(named)} parameters requires a gradient, so no step would change it. Call "
+            "drafter.requires_grad_(True), or freeze fewer of them."
+        )
+    held = {id(parameter) for group in groups for parameter in group.get("params", named.values())}
+    if not any(id(parameter) in held for parameter in named.values() if parameter.requires_grad):
+        raise ValueError(
+            "The optimizer holds none of the drafter's parameters that require a gradient, so no step would change "
+            "them. Make it from drafter.parameters(), or leave it out."
+        )
+    if frozen and not partial:
+        logger.warning(
+            f"{len(frozen)} of the drafter's {len(named)} parameters are frozen and will not be trained: "
+            f"{', '.join(frozen[:MAX_NAMED])}{', ...' if len(frozen) > MAX_NAMED else ''}."
+        )
+
+
+# --- The end of the launcher, which a run notices although nobody tells it.
+
+
+_PR_SET_PDEATHSIG = 1
+# Scripts and modules.
+_LAUNCHERS = (
+    "accelerate-launch",
+    "accelerate.commands.launch",
+    "torchrun",
+    "torch.distributed.run",
+    "torch.distributed.launch",
+)
+
+_WITH_COMMANDS = ("accelerate", "accelerate.commands.accelerate_cli")
+# Nobody else sends it, so it is not taken for a second SIGTERM. None where the kernel sends nothing.
+LAUNCHER_ENDED = signal.SIGRTMIN if sys.platform == "linux" else None
+
+
+def watch_launcher() -> bool:
+    """Have the kernel send [`LAUNCHER_ENDED`] to this process when the launcher that started it ends, or has ended.
+
+    Returns:
+        Whether it will; not where something else started it, or outside Linux.
+
+    Raises:
+        OSError: The kernel refused.
+    """
+    if LAUNCHER_ENDED is None:
+        return False
+    process, parent, is_launched = _AT_START
+    if process != os.getpid():
+        # Forked since.
+        _, parent, is_launched = _started_by()
+    if not is_launched:
+        return False
+    _signal_at_end_of_parent(LAUNCHER_ENDED)
+    if os.getppid() != parent:
+        signal.raise_signal(LAUNCHER_ENDED)
+    return True
+
+
+def forget_launcher() -> None:
+    """Take back what [`watch_launcher`] asked for."""
+    _signal_at_end_of_parent(0)
+
+
+def _signal_at_end_of_parent(number: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "the kernel does not tell of the end of the launcher (PR_SET_PDEATHSIG)")
+
+
+def _is_launcher(process: int) -> bool:
+    try:
+        words = Path(f"/proc/{process}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        # It is gone, or another user's.
+        return False
+    return is_launcher_command(words)
+
+
+def is_launcher_command(words: list[str]) -> bool:
+    """Whether a command line is that of a process that starts the ranks of a run and waits for them."""
+    program = _python_program(words)
+    return program in _LAUNCHERS or (program in _WITH_COMMANDS and "launch" in words)
+
+
+def _python_program(words: list[str]) -> str:
+    """The script or module that a command line of Python runs; empty for another command."""
+    if not Path(words[0]).name.startswith("python"):
+        return ""
+    rest = iter(words[1:])
+    for word in rest:
+        if not word.startswith("-"):
+            return Path(word).name
+        if word.endswith("m"):
+            return next(rest, "")
+        if word.endswith("c"):
+            return ""
+        if word in ("-W", "-X"):
+            next(rest, "")
+    return ""
+
+
+def _started_by() -> tuple[int, int, bool]:
+    """This process, the one that started it, and whether that is a launcher."""
+    parent = os.getppid()
+    return os.getpid(), parent, _is_launcher(parent)
+
+
+# By the time that training begins, the launcher of a run that loads a target may be gone.
+_AT_START = _started_by()
+
+
+# --- SIGTERM, SIGINT, SIGHUP or the launcher's end end a run after a step, with a checkpoint, the same on every rank.
+
+
+# EX_TEMPFAIL of sysexits.h: nothing is wrong, start again to go on.
+INTERRUPTED_STATUS = 75
+# The last is what a terminal sends when it is closed.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# No signal has this number.
+NO_MORE = b"\0"
+# A launcher and its ranks often get the same signal, and the launcher passes its own on: within this many seconds it
+# is one request.
+SAME_REQUEST_S = 1.0
+
+
+def spare_workers(dataloader: Any) -> Any:
+    """Make the workers of a DataLoader outlive a signal that a scheduler sends to all processes of a run.
+
+    The step that is running needs its batches, and torch ends the run with an error as soon as one of its workers has
+    died of a signal. This holds for forked workers, which are the default on Linux up to Python 3.13. Workers end with
+    the loader, when the process that made them says so, or when it is gone.
+
+    Args:
+        dataloader: A DataLoader that accelerate has prepared; it is changed and returned.
+    """
+    initialise = partial(_ignore_signals, dataloader.worker_init_fn)
+    # Accelerate's own holds one of torch's, which makes the workers, and passes its arguments on when batches of a
+    # resumed run are skipped.
+    dataloader.worker_init_fn = dataloader.base_dataloader.worker_init_fn = initialise
+    return dataloader
+
+
+def _ignore_signals(initialise: Callable[[int], None] | None, worker_id: int) -> None:
+    if initialise is not None:
+        initialise(worker_id)
+    parent = multiprocessing.parent_process()
+    # A worker that was not forked has threads of libraries by now, which would take the signal; it stays as it is.
+    if parent is None or sys.platform != "linux" or len(os.listdir("/proc/self/task")) > 1:
+        return
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    # The process that made the worker ends it by SIGTERM where it cannot ask, so it depends on the sender.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    threading.Thread(target=_end_for_parent, args=(parent.pid,), daemon=True).start()
+
+
+def _end_for_parent(parent: int | None) -> None:
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent:
+        pass
+    os._exit(0)
+
+
+class TrainingInterrupted(SystemExit):
+    """Ends the process with status 75 after the checkpoint of an interrupted run was written."""
+
+    def __init__(self, step: int):
+        super().__init__(INTERRUPTED_STATUS)
+        self.step = step
+
+
+class Interrupts(TrainerCallback):
+    """Waits for signals during training and ends it after the step in which every rank knows of one.
+
+    Args:
+        world_size (`int`): Ranks of the run. A single one knows at once; several add up a number in each step.
+    """
+
+    def __init__(self, world_size: int = 1):
+        self.world_size = world_size
+        self.received: signal.Signals | None = None
+        self.stopping = self.evaluation_is_due = self.saves_last = False
+        self._evaluates_epochs = False
+        self._first: float | None = None
+        self._agreed: HostCopy | None = None
+        self._before: dict[signal.Signals, Any] = {}
+        self._wakeup_before = -1
+        self._pipe: tuple[int, int] | None = None
+        self._thread: threading.Thread | None = None
+        self._watches_launcher = False
+
+    def install(self) -> None:
+        """Take over the signals until [`remove`] (in the main thread; elsewhere they stay as they are)."""
+        self.received, self._first, self._agreed = None, None, None
+        self.stopping = self.evaluation_is_due = self.saves_last = False
+        if threading.current_thread() is not threading.main_thread():
+            logger.warning("Training runs outside the main thread, where signals cannot be handled: none is.")
+            return
+        # Python runs a handler only between two instructions of the main thread, which may hang in a collective; the
+        # byte that the interpreter writes for each signal is read by a thread, so that a second signal always ends it.
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[1], False)
+        self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        for number in SIGNALS if LAUNCHER_ENDED is None else (*SIGNALS, LAUNCHER_ENDED):
+            # A run under nohup outlives its terminal.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, lambda *_: None)
+        self._thread = threading.Thread(target=self._read, args=(self._pipe[0],), name="interrupts", daemon=True)
+        self._thread.start()
+        try:
+            self._watches_launcher = watch_launcher()
+        except OSError as error:
+            logger.warning(f"The run goes on after the end of a launcher that passes no signal on ({error}).")
+
+    def remove(self) -> None:
+        """Give the signals back."""
+        if self._pipe is None:
+            return
+        if self._watches_launcher:
+            forget_launcher()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        # Closing the pipe would not end the thread: processes that were forked meanwhile hold its other end too.
+        os.write(self._pipe[1], NO_MORE)
+        if self._thread is not None:
+            self._thread.join()
+        os.close(self._pipe[1])
+        self._before, self._pipe, self._thread = {}, None, None
+
+    def pass_on(self) -> None:
+        """Send a signal that came too late to end the run (in its last step, say) to whoever handles it now."""
+        if self.received is not None and not self.stopping:
+            signal.raise_signal(self.received)
+
+    def _read(self, descriptor: int) -> None:
+        while (number := os.read(descriptor, 1)) != NO_MORE:
+            if number[0] in SIGNALS:
+                self._receive(signal.Signals(number[0]))
+            elif number[0] == LAUNCHER_ENDED and self.received is None:
+                # After a signal of its own, such as one from the keyboard, this says nothing new. A signal that
+                # comes later is the first one that somebody sends to this process.
+                self.received = signal.SIGTERM
+                logger.warning(
+                    "The launcher has ended, by a signal that it did not pass on: training ends after this step with "
+                    f"a checkpoint and status {INTERRUPTED_STATUS}."
+                )
+        os.close(descriptor)
+
+    def _receive(self, number: signal.Signals) -> None:
+        now = time.monotonic()
+        if self._first is None:
+            self._first, self.received = now, self.received or number
+            logger.warning(
+                f"{number.name}: training ends after this step with a checkpoint and status {INTERRUPTED_STATUS}. "
+                "Send it once more to end at once."
+            )
+        elif now - self._first > SAME_REQUEST_S:
+            os._exit(128 + number)
+
+    def flag(self, device: torch.device | str) -> torch.Tensor:
+        """1 if this rank knows of a signal, to be added up over the ranks together with something else."""
+        return torch.full((), float(self.received is not None), device=device)
+
+    def agree(self, total: torch.Tensor) -> None:
+        """Take the sum of the flags, which the host reads at the end of the step, when it has long arrived."""
+        self._agreed = HostCopy(total)
+
+    def _is_agreed(self) -> bool:
+        if self.world_size == 1:
+            return self.received is not None
+        return self._agreed is not None and self._agreed.read().item() > 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._evaluates_epochs = args.eval_strategy == IntervalStrategy.EPOCH
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if not self._is_agreed():
+            return
+        control.should_save = True
+        # After the last step the run ends by itself.
+        self.saves_last = state.global_step >= state.max_steps
+        if self.saves_last:
+            return
+        ends_epoch = self._evaluates_epochs and float(state.epoch).is_integer()
+        self.evaluation_is_due = control.should_evaluate or ends_epoch
+        if self.evaluation_is_due:
+            logger.warning(
+                f"The evaluation that is due at step {state.global_step} is left out until the run goes on."
+            )
+        self.stopping, control.should_evaluate = True, False
+        control.should_training_stop = True
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        # Everything that waits for a checkpoint has been called for this one by now. What Trainer does at the end of
+        # a finished run (reload the best checkpoint, delete the others) must not happen to one that goes on later.
+        if self.stopping:
+            folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            if state.is_world_process_zero and folder.exists() and not args.save_only_model:
+                logger.warning(
+                    f"The run is interrupted after step {state.global_step} of {state.max_steps}. "
+                    f"resume_from_checkpoint=True goes on from {folder}."
+                )
+            raise TrainingInterrupted(state.global_step)
+
+
+# --- How processes that train together end: together after a success, and at once after an error of one of them.
+
+
+# torch.distributed.elastic, by which `accelerate launch` starts several ranks, sets the first for each. The second is
+# how long it waits between passing SIGTERM on and killing.
+LAUNCHED = "TORCHELASTIC_RUN_ID"
+
+GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+
+GRACE_SECONDS = 30.0
+# By which weights went from an H200 into a file; half of the grace is left for the steps that end first.
+BYTES_PER_SECOND = 1e9
+
+
+@contextmanager
+def end_together() -> Iterator[None]:
+    """Put round a training script: all ranks leave the group together when it is done.
+
+    Without it, a rank that ends first takes the connection from the others and some runs abort at their exit. After
+    an error nothing is waited for, so that the launcher sees it at once and ends the other ranks.
+    """
+    yield
+    state = PartialState()
+    if state.num_processes > 1:
+        state.wait_for_everyone()
+        state.destroy_process_group()
+
+
+def tell_of_grace(checkpoint_bytes: int) -> None:
+    """Warn of a launcher that may kill its ranks before a checkpoint is written, once it has passed SIGTERM on.
+
+    Args:
+        checkpoint_bytes: What a checkpoint takes.
+    """
+    # Of the launcher that this torch has; earlier ones wait as long as they do.
+    grace = float(vars(LaunchConfig(1, 1, 1)).get("shutdown_timeout", GRACE_SECONDS))
+    if LAUNCHED in os.environ and checkpoint_bytes / BYTES_PER_SECOND > grace / 2:
+        logger.warning(
+            f"A checkpoint takes {checkpoint_bytes / 1e9:.1f} GB, and the launcher kills its ranks {grace:g} s after "
+            "it gets SIGTERM, within which up to two steps end and the checkpoint is written. Give it more with "
+            f"{GRACE}=300 in its environment (torch 2.13 reads it, 2.11 does not), or send SIGTERM to the ranks."
+        )
+
+
+# --- A profile of some training steps: the trace, and how much of the copying between devices other work covers.
+
+
+class ProfileCallback(TrainerCallback):
+    """Profiles `num_steps` steps and writes `profile.json` (a trace for chrome://tracing) and `profile_copies.json`.
+
+    The latter holds the first and last profiled step, counted from 1, as `steps`, and [`copy_overlap`] as `copies`.
+    Both profiling and the writing, which falls into the step behind, make steps longer.
+
+    Args:
+        folder: Where to write.
+        num_steps: Steps to profile.
+        start: The first of them, 0-based: later than compilation and the filling of the pipe.
+    """
+
+    def __init__(self, folder: str | Path, num_steps: int, start: int = 5):
+        self.folder = Path(folder)
+        self.start, self.stop = start, start + num_steps
+        self._profile: profile | None = None
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.start and state.is_world_process_zero:
+            activities = [ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities = [ProfilerActivity.CUDA]
+            self._profile = profile(activities=activities)
+            self._profile.start()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self._profile is not None and state.global_step == self.stop:
+            self._finish(args.device.index, state.global_step)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self._profile is not None:
+            self._finish(args.device.index, state.global_step)
+
+    def _finish(self, device: int | None, last_step: int) -> None:
+        assert self._profile is not None
+        if torch.cuda.is_available():
+            for index in range(torch.cuda.device_count()):
+                torch.cuda.synchronize(index)
+        self._profile.stop()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        trace = self.folder / "profile.json"
+        self._profile.export_chrome_trace(str(trace))
+        self._profile = None
+        copies = copy_overlap(json.loads(trace.read_text())["traceEvents"], device or 0)
+        found = {"steps": [self.start + 1, last_step], "copies": copies}
+        (self.folder / "profile_copies.json").write_text(json.dumps(found, indent=2))
+
+
+def copy_overlap(events: list[dict[str, Any]], device: int = 0) -> dict[str, dict[str, float]]:
+    """Seconds of each kind of copy in a trace, and of them those in which a kernel ran on the drafter's device.
+
+    Args:
+        events: `traceEvents` of a chrome trace, times in microseconds.
+        device: Index of the drafter's device.
+
+    Returns:
+        For each kind of copy (`"Memcpy PtoP"`, ...): `count`, `gigabytes`, `seconds`, `covered_seconds`.
+    """
+    on_device = [e for e in events if e.get("cat") == "kernel" and e["args"].get("device") == device]
+    kernels = _merged([(e["ts"], e["ts"] + e["dur"]) for e in on_device])
+    starts = [start for start, _ in kernels]
+    copies: dict[str, dict[str, float]] = {}
+    for event in events:
+        if event.get("cat") != "gpu_memcpy":
+            continue
+        name = event["name"].split(" (")[0]
+        entry = copies.setdefault(name, {"count": 0, "gigabytes": 0.0, "seconds": 0.0, "covered_seconds": 0.0})
+        start, end = event["ts"], event["ts"] + event["dur"]
+        entry["count"] += 1
+        entry["gigabytes"] += event.get("args", {}).get("bytes", 0) / 1e9
+        entry["seconds"] += (end - start) / 1e6
+        near = kernels[max(0, bisect_left(starts, start) - 1) : bisect_left(starts, end)]
+        entry["covered_seconds"] += sum(max(0, min(end, b) - max(start, a)) for a, b in near) / 1e6
+    return copies
+
+
+def _merged(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged

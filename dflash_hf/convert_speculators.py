@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DFlash checkpoints of the vllm-project/speculators format into the layout of the published drafters.
+
+Their `config.json` keeps the drafter's Qwen3 fields in `transformer_layer_config` and names the taps
+`aux_hidden_state_layer_ids`, one higher than here: their id i is the input of target layer i, that is the output of
+layer i - 1. The tensors of the drafter itself have the same names.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig
+from transformers.utils import logging
+
+from .checkpoint_format import (
+    APPLIED_BY_SOME_READERS,
+    OTHER_LAYOUTS,
+    fetch_checkpoint,
+    problem_report,
+    read_tensor_headers,
+)
+from .configuration_dflash import DFlashDraftConfig
+from .modeling_dflash import DFlashDraftModel
+
+
+logger = logging.get_logger(__name__)
+
+# Fields of transformer_layer_config that their layers read, whatever model type it names: the layers are Qwen3's.
+_LAYER_FIELDS = (
+    "attention_bias",
+    "attention_dropout",
+    "bos_token_id",
+    "eos_token_id",
+    "head_dim",
+    "hidden_size",
+    "initializer_range",
+    "intermediate_size",
+    "layer_types",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "pad_token_id",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "sliding_window",
+    "vocab_size",
+    # Refused below unless neutral.
+    *APPLIED_BY_SOME_READERS,
+)
+# Copies of the target's tensors that only their training reads.
+_TRAINING_ONLY = ("verifier_norm.weight", "verifier_lm_head.weight")
+
+
+def convert_speculators(
+    folder: str | Path, output: str | Path, *, num_target_layers: int | None = None, **download: Any
+) -> DFlashDraftModel:
+    """Write a speculators DFlash checkpoint anew in the published drafters' layout, in the dtype it has.
+
+    Weights keep their values; with taps out of order, the columns of `fc` follow them. On sliding layers the result
+    differs from what speculators trains: there every slot of a block sees the `sliding_window` tokens before the
+    anchor, while servers count the window from the slot itself, so slot j sees j + 1 tokens fewer.
+
+    Args:
+        folder: Local folder, or repository on the Hub.
+        output: Folder to write.
+        num_target_layers: Number of decoder layers of the target; read from the target that the checkpoint names by
+            default.
+        **download: As for [`checkpoint_format.fetch_checkpoint`].
+
+    Returns:
+        The drafter that was written.
+
+    Raises:
+        OSError: The checkpoint or the target's configuration cannot be read.
+        ValueError: With everything that the published layout cannot hold, one a line.
+    """
+    source = fetch_checkpoint(folder, **download)
+    raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    names = [name for name in read_tensor_headers(source) if name not in _TRAINING_ONLY]
+    problems = _layout_problems(raw) or [*_field_problems(raw), *_tensor_problems(names)]
+    if problems:
+        raise ValueError(problem_report(f"{folder} cannot be converted", problems))
+    if num_target_layers is None:
+        num_target_layers = _target_depth(raw, str(folder))
+    config = DFlashDraftConfig.from_dict(_config_dict(raw, num_target_layers))
+    tensors = _read_tensors(source, names)
+    tensors["fc.weight"] = _sorted_columns(tensors, raw["aux_hidden_state_layer_ids"], config.hidden_size)
+    drafter = DFlashDraftModel.from_pretrained(None, config=config, state_dict=tensors)
+    drafter.save_pretrained(output)
+    if "sliding_attention" in (config.layer_types or []):
+        logger.warning(
+            f"The window of the sliding layers changes at its edge: {folder} was trained with {config.sliding_window} "
+            "tokens before the anchor for every slot, servers and this package count the window from the slot itself, "
+            "so slot j sees j + 1 tokens fewer. Measure the acceptance length, and continue training if it fell."
+        )
+    return drafter
+
+
+def _layout_problems(raw: dict[str, Any]) -> list[str]:
+    """Whether the file is a speculators DFlash configuration at all."""
+    kind = raw.get("speculators_model_type")
+    if kind == "dflash":
+        return []
+    if kind is None:
+        return [
+            "config.json has no speculators_model_type: this is no speculators checkpoint. Load one of the published "
+            "layout with DFlashDraftModel.from_pretrained."
+        ]
+    return [
+        f"speculators_model_type is {kind!r}: expected 'dflash', since other drafters compute something else. Use the "
+        "code that made the checkpoint."
+    ]
+
+
+def _field_problems(raw: dict[str, Any]) -> list[str]:
+    """What the published layout has no place for."""
+    layer = raw.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        return [f"transformer_layer_config is {layer!r}: expected the fields of the drafter's layers. Copy it again."]
+    problems = _tap_problems(raw.get("aux_hidden_state_layer_ids"))
+    for name in ("mask_token_id", "block_size"):
+        if raw.get(name) is None:
+            problems.append(f"{name} is missing: readers would guess it. Write the value that it was trained with.")
+    vocabulary, drafted = layer.get("vocab_size"), raw.get("draft_vocab_size")
+    if drafted != vocabulary:
+        problems.append(
+            f"draft_vocab_size is {drafted} and the target's vocab_size {vocabulary}: a drafter of the published "
+            "layout has no vocabulary of its own, it uses the target's head. Train one over the full vocabulary."
+        )
+    if raw.get("sample_from_anchor"):
+        problems.append(
+            "sample_from_anchor is true: slot j predicts the token after it, while in the published layout it "
+            "predicts its own. Train a drafter without it."
+        )
+    width = raw.get("target_hidden_size")
+    if width not in (None, layer.get("hidden_size")):
+        problems.append(
+            f"target_hidden_size is {width} and hidden_size {layer.get('hidden_size')}: they must be equal, since a "
+            "drafter of the published layout uses the target's embeddings and head. Train one of the target's width."
+        )
+    known = {"sample_from_anchor", "speculators_model_type", "speculators_config", "transformer_layer_config"}
+    for name, layout in OTHER_LAYOUTS.items():
+        if name not in known and raw.get(name):
+            problems.append(
+                f"{name} is {raw[name]!r}: this is the layout of {layout}, which is not the one trained here."
+            )
+    return problems
+
+
+def _tap_problems(ids: Any) -> list[str]:
+    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
+        return [f"aux_hidden_state_layer_ids is {ids!r}: expected a list of target layers. Write those it read."]
+    if len(set(ids)) < len(ids):
+        return [f"aux_hidden_state_layer_ids={ids} names a layer twice: readers expect each once."]
+    if min(ids) < 1:
+        return [
+            f"aux_hidden_state_layer_ids={ids} holds {min(ids)}: id 0 is the target's embedding, which is the output "
+            "of no layer, and a drafter of the published layout reads outputs of layers only. Train one without it."
+        ]
+    return []
+
+
+def _tensor_problems(names: list[str]) -> list[str]:
+    """Tensors that stand for something the published layout takes from the target."""
+    reasons = {
+        "embed_tokens.weight": "embeddings of the drafter's own",
+        "lm_head.weight": "a head of the drafter's own",
+        "t2d": "a map to a vocabulary of the drafter's own",
+        "d2t": "a map from a vocabulary of the drafter's own",
+    }
+    return [
+        f"{name} is {reasons[name]}, while the published layout has only the target's embeddings, head and "
+        "vocabulary. If it is an unchanged copy of the target's, save the checkpoint again without it."
+        for name in names
+        if name in reasons
+    ]
+
+
+def _target_depth(raw: dict[str, Any], folder: str) -> int:
+    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
+    name = verifier.get("name_or_path")
+    if name is None:
+        raise ValueError(
+            f"{folder} does not name its target (speculators_config.verifier.name_or_path), so the depth of the "
+            "target is not known, which the published layout holds. Pass num_target_layers."
+        )
+    try:
+        return AutoConfig.from_pretrained(name).get_text_config(decoder=True).num_hidden_layers
+    except OSError as error:
+        raise OSError(
+            f"The configuration of the target {name!r} that {folder} names cannot be read, and its depth is needed. "
+            f"Pass num_target_layers, the number of the target's decoder layers. ({error})"
+        ) from error
+
+
+def _config_dict(raw: dict[str, Any], num_target_layers: int) -> dict[str, Any]:
+    """The `config.json` of the published layout."""
+    layer = raw["transformer_layer_config"]
+    config = {name: layer[name] for name in _LAYER_FIELDS if name in layer}
+    if config.get("layer_types") is None:
+        config["layer_types"] = ["full_attention"] * layer["num_hidden_layers"]
+    slides = "sliding_attention" in config["layer_types"]
+    # Full-attention layers are bidirectional there too; sliding ones are causal unless this says otherwise.
+    is_causal = False if slides and raw.get("sliding_window_non_causal") else None
+    return config | {
+        "architectures": ["DFlashDraftModel"],
+        "block_size": raw["block_size"],
+        "dtype": raw.get("dtype"),
+        "is_causal": is_causal,
+        "mask_token_id": raw["mask_token_id"],
+        "model_type": "qwen3",
+        "num_target_layers": num_target_layers,
+        "sliding_window": layer.get("sliding_window") if slides else None,
+        "target_layer_ids": sorted(i - 1 for i in raw["aux_hidden_state_layer_ids"]),
+        "tie_word_embeddings": False,
+        "use_sliding_window": slides,
+    }
+
+
+def _read_tensors(folder: Path, names: list[str]) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys() if name in names}  # noqa: SIM118
+    return tensors
+
+
+def _sorted_columns(tensors: dict[str, torch.Tensor], ids: list[int], hidden_size: int) -> torch.Tensor:
+    """`fc.weight` for ascending taps, which other readers demand and speculators does not."""
+    weight = tensors.get("fc.weight")
+    if weight is None or weight.shape != (hidden_size, len(ids) * hidden_size):
+        found = None if weight is None else list(weight.shape)
+        raise ValueError(
+            f"fc.weight has shape {found}: {len(ids)} taps of width {hidden_size} need "
+            f"{[hidden_size, len(ids) * hidden_size]}. Correct aux_hidden_state_layer_ids or copy the weights again."
+        )
+    columns = weight.split(hidden_size, dim=1)
+    return torch.cat([columns[i] for i in sorted(range(len(ids)), key=ids.__getitem__)], dim=1)

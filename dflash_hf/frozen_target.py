@@ -1,0 +1,1048 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The frozen target: loaded, checked, tapped; hidden states of each document as of the document alone."""
+
+import copy
+import json
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from threading import Lock
+from time import perf_counter
+from typing import Any
+
+import torch
+from accelerate.hooks import remove_hook_from_module
+from huggingface_hub import ResolvedRevision
+from safetensors import SafetensorError
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    TrainerCallback,
+)
+from transformers.utils.hub import resolve_revision
+
+from .configuration_dflash import DFlashDraftConfig
+from .packed_targets import (
+    LINEAR_ATTENTION_FLOOR,
+    MAX_FORWARD_TOKENS,
+    CannotPack,
+    PackedDense,
+    PackedQwen35,
+    Piece,
+    delta_kernels_available,
+    document_pieces,
+    groups_in_order,
+    groups_of_similar_length,
+    packed_row,
+    refuse_ahead,
+    transformers_delta_rule,
+)
+
+
+# --- What a target must be: the one that its drafter was made for, with layers that can be read and are fast enough.
+
+
+def check_fits(drafter_config: DFlashDraftConfig, target_config: PreTrainedConfig, embedding_rows: int) -> None:
+    """Refuse a drafter that was made for another target.
+
+    Args:
+        drafter_config: The drafter's configuration.
+        target_config: The target's configuration, text-only or multimodal.
+        embedding_rows: Rows of the target's embedding.
+
+    Raises:
+        ValueError: Naming the field, both values and the way out.
+    """
+    mask = drafter_config.mask_token_id
+    if mask is not None and mask >= embedding_rows:
+        raise ValueError(
+            f"mask_token_id={mask} is outside the target's embedding of {embedding_rows} rows; choose an id in "
+            f"0..{embedding_rows - 1} that texts do not use."
+        )
+    text_config = target_config.get_text_config(decoder=True)
+    expected = {
+        "hidden_size": text_config.hidden_size,
+        "num_target_layers": text_config.num_hidden_layers,
+        "vocab_size": embedding_rows,  # engines size the shared head by it
+    }
+    for name, value in expected.items():
+        given = getattr(drafter_config, name)
+        if given != value:
+            raise ValueError(
+                f"The drafter's {name} is {given}, the target's is {value}: a drafter works only with the target "
+                "whose hidden states, embeddings and head it was made for. Load that target, or make a drafter with "
+                "DFlashDraftConfig.from_target_config(target.config, ...)."
+            )
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    decoder = model.get_decoder()
+    layers = dict(decoder.named_children()).get("layers")
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(
+            f"{type(model).__name__} keeps its decoder layers in another place than `get_decoder().layers`, so they "
+            "cannot be read. Targets of the Llama and Qwen families and most others are supported."
+        )
+    return layers
+
+
+def check_taps(taps: list[int], depth: int) -> None:
+    """Refuse layers that cannot be read.
+
+    Args:
+        taps: 0-based indices of the layers.
+        depth: Layers that the target has.
+
+    Raises:
+        ValueError: They are not ascending, or not the target's, or the last one is among them.
+    """
+    if not taps or any(b <= a for a, b in pairwise(taps)) or taps[0] < 0:
+        raise ValueError(f"target_layer_ids={taps} must be layer indices, unique and ascending, at least one.")
+    if taps[-1] >= depth - 1:
+        raise ValueError(
+            f"target_layer_ids={taps} must lie in 0..{depth - 2}: the target has {depth} layers and the last one "
+            "is refused, since its entry in hidden_states is after the final norm while a hook sees it before."
+        )
+
+
+def refuse_slow(config: PreTrainedConfig) -> None:
+    """Refuse a hybrid target that would run its reference loops on a GPU.
+
+    Args:
+        config: The target's configuration.
+
+    Raises:
+        ValueError: When it has linear attention and flash-linear-attention is missing or too old.
+    """
+    kinds = config.get_text_config(decoder=True).to_dict().get("layer_types") or []
+    if "linear_attention" in kinds and not delta_kernels_available():
+        raise ValueError(
+            f"{kinds.count('linear_attention')} of the target's {len(kinds)} layers are linear attention, and without "
+            f"flash-linear-attention {LINEAR_ATTENTION_FLOOR} or newer they run transformers' reference loop, which "
+            "is right and far too slow on a GPU. "
+            f"`pip install 'flash-linear-attention>={LINEAR_ATTENTION_FLOOR}'`, or pass allow_slow_target=True."
+        )
+
+
+# --- Targets and what belongs to them, by Hub id or folder.
+
+
+def take_model(
+    model: str | Path | PreTrainedModel,
+    device: torch.device | str | None,
+    allow_slow_target: bool,
+    init_kwargs: dict[str, Any],
+) -> PreTrainedModel:
+    """A target that was given, loaded where it is not.
+
+    Args:
+        model: Hub id, folder or loaded model.
+        device: Where it will run; None leaves that open.
+        allow_slow_target: Whether a hybrid target may run on CUDA without flash-linear-attention.
+        init_kwargs: Arguments of `from_pretrained`.
+
+    Raises:
+        TypeError: It is none of these.
+        ValueError: It has no weights, is loaded already and cannot take arguments, or would be far too slow.
+        OSError: There is no such model.
+    """
+    if not isinstance(model, str | Path | nn.Module):
+        raise TypeError(
+            f"The target is a {type(model).__name__}; give a Hub id, a folder or a loaded causal language model."
+        )
+    if init_kwargs and isinstance(model, nn.Module):
+        raise ValueError(
+            f"target_model_init_kwargs={init_kwargs} were given together with a loaded target model: they are "
+            "arguments of from_pretrained. Pass the target's id or folder, or leave them out."
+        )
+    if isinstance(model, str | Path):
+        if not allow_slow_target and device is not None and torch.device(device).type == "cuda":
+            refuse_slow(load_config(model, init_kwargs))
+        model = load_model(model, device, init_kwargs)
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError(
+            f"The target {type(model).__name__} has parameters on the meta device, so it has no weights to "
+            "run with. Load it with from_pretrained, without offloading."
+        )
+    return model
+
+
+def refuse_token(init_kwargs: Any, place: str) -> None:
+    """Refuse a token among arguments of `from_pretrained` that are kept.
+
+    Args:
+        init_kwargs: The arguments, as a dict, their JSON or None.
+        place: What would happen to it.
+
+    Raises:
+        ValueError: There is one.
+    """
+    if isinstance(init_kwargs, dict) and "token" in init_kwargs:
+        raise ValueError(
+            f"target_model_init_kwargs holds a token, which would {place}. Set the environment variable HF_TOKEN, or "
+            "log in with `hf auth login`."
+        )
+
+
+def load_config(name: str | Path, init_kwargs: dict) -> PreTrainedConfig:
+    with _explained(name):
+        return AutoConfig.from_pretrained(name, return_unused_kwargs=True, **init_kwargs)[0]
+
+
+def load_model(name: str | Path, device: torch.device | str | None, init_kwargs: dict) -> PreTrainedModel:
+    """Load a target with all its weights; its configuration's `_commit_hash` says which commit of the Hub they are.
+
+    Args:
+        name: Hub id or folder.
+        device: Where it is loaded to; None for the CPU.
+        init_kwargs: Arguments of `AutoModelForCausalLM.from_pretrained`.
+
+    Raises:
+        OSError: There is no such model, or its files are damaged.
+        ValueError: A weight of it is not there: transformers would go on with random numbers.
+    """
+    if device is not None and torch.device(device).type == "cuda":
+        # Weights go straight to the device, which some quantised ones must.
+        init_kwargs = {"device_map": {"": str(torch.device(device))}, **init_kwargs}
+    # transformers loads all files of one commit, and does not tell of which.
+    places = {key: init_kwargs[key] for key in ("token", "cache_dir", "local_files_only") if key in init_kwargs}
+    revision = resolve_revision(name, init_kwargs.get("revision"), **places)
+    if isinstance(revision, ResolvedRevision):
+        init_kwargs = {**init_kwargs, "revision": revision}
+    with _explained(name):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **init_kwargs)
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"The target {str(name)!r} has no {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''} "
+            f"({len(missing)} of its weights), which would be random. Copy it again, or give a whole causal language "
+            "model with its head."
+        )
+    model.config._commit_hash = revision.resolved if isinstance(revision, ResolvedRevision) else None
+    return model
+
+
+@contextmanager
+def _explained(name: str | Path) -> Iterator[None]:
+    if isinstance(name, Path) and not name.is_dir():
+        raise OSError(f"There is no target folder {name}. Give a folder with config.json and weights, or a Hub id.")
+    try:
+        yield
+    except (SafetensorError, json.JSONDecodeError) as error:
+        raise OSError(
+            f"The target {str(name)!r} cannot be loaded: a file of it is damaged ({error}). Copy it again."
+        ) from error
+    except OSError as error:
+        raise OSError(
+            f"The target {str(name)!r} cannot be loaded: it is neither a folder with config.json and weights nor a "
+            f"model that the Hub gives to this account. Check the spelling, the path or the login. ({error})"
+        ) from error
+
+
+def eos_token_ids(generation_config: GenerationConfig) -> list[int]:
+    """Ids after which a target stops generating."""
+    ids = generation_config.eos_token_id
+    if ids is None:
+        return []
+    return [ids] if isinstance(ids, int) else list(ids)
+
+
+def read_eos_token_ids(name: str) -> list[int]:
+    """[`eos_token_ids`] of a target whose weights need not be there.
+
+    Args:
+        name: Hub id or folder.
+
+    Raises:
+        OSError, ValueError: It has neither a generation config nor a configuration.
+    """
+    try:
+        generation_config = GenerationConfig.from_pretrained(name)
+    except OSError:
+        # Not every model has the file; transformers then derives it from the configuration.
+        config = AutoConfig.from_pretrained(name).get_text_config(decoder=True)
+        generation_config = GenerationConfig.from_model_config(config)
+    return eos_token_ids(generation_config)
+
+
+# --- The target's embedding and head beside the drafter.
+
+
+# Types that layers multiply in; others only store quantised weights.
+COMPUTE_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class FrozenHead:
+    """The target's embedding and head on the drafter's device; a tied weight is held once.
+
+    Args:
+        target: The target model.
+        device: Device of the drafter. Nothing is copied where the target is there already.
+    """
+
+    def __init__(self, target: PreTrainedModel, device: torch.device | str):
+        embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+        if head is None:
+            raise ValueError(
+                f"{type(target).__name__} has no output head (get_output_embeddings() is None), but the drafter's "
+                "logits go through the target's head. Load the target with AutoModelForCausalLM."
+            )
+        # One deepcopy of both keeps a tied weight tied.
+        pair = nn.ModuleList([embedding, head])
+        if not all(is_on(p, device) for p in pair.parameters()):
+            # A target spread over devices moves its inputs by hooks, which the copy must not follow.
+            pair = remove_hook_from_module(copy.deepcopy(pair), recurse=True).to(device)
+        self.embedding, self.head = pair.requires_grad_(False)
+        self.embedding_weight: torch.Tensor = self.embedding.get_parameter("weight")
+        if self.embedding_weight.dtype not in COMPUTE_TYPES:
+            raise ValueError(
+                f"The target's embedding is stored as {self.embedding_weight.dtype}, but the drafter reads its rows "
+                "as they are. Quantise the target without its embedding, as most methods do."
+            )
+        self.head_dtype: torch.dtype = head_place(self.embedding_weight, self.head)[1]
+        self.vocab_size: int = self.embedding_weight.shape[0]
+        self._transform = logit_transform(target.config.get_text_config(decoder=True))
+
+    def noise_embeds(self, anchor_token_ids: torch.Tensor, mask_token_id: int, block_size: int) -> torch.Tensor:
+        """[`block_inputs`] from the target's embedding."""
+        return block_inputs(self.embedding_weight, anchor_token_ids, mask_token_id, block_size)
+
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits `[..., V]` of the drafter's output `[..., D]`, multiplied in the type of the head.
+
+        Where the target scales its logits or caps them softly, these are scaled and capped too.
+        """
+        return self._transform(self.head(hidden_states.to(self.head_dtype)))
+
+
+def head_place(embedding_weight: torch.Tensor, head: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Device and type of a head's input."""
+    # A quantised head may store integers, or no weight at all; it multiplies in the type of the embedding.
+    weight = dict(head.named_parameters()).get("weight", embedding_weight)
+    return weight.device, weight.dtype if weight.dtype in COMPUTE_TYPES else embedding_weight.dtype
+
+
+def logit_transform(config: PreTrainedConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What a target does with its logits after the head, by the fields of its configuration that say so."""
+    fields = config.to_dict()
+    factors = [fields.get(name) or 1.0 for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")]
+    # Two families give one field opposite meanings.
+    scaling = fields.get("logits_scaling") or 1.0
+    factors.append(scaling if config.model_type.startswith("hyperclovax") else 1 / scaling)
+    scale, cap = math.prod(factors), fields.get("final_logit_softcapping")
+
+    def transform(logits: torch.Tensor) -> torch.Tensor:
+        logits = logits if scale == 1.0 else logits * scale
+        return logits if not cap else cap * torch.tanh(logits / cap)
+
+    return transform
+
+
+def block_inputs(
+    embedding_weight: torch.Tensor, anchor_token_ids: torch.Tensor, mask_token_id: int, block_size: int
+) -> torch.Tensor:
+    """Raw embeddings of `[anchor, mask, ..., mask]` for every block.
+
+    Args:
+        embedding_weight (`torch.Tensor` of shape `[V, D]`): The target's embedding table.
+        anchor_token_ids (`torch.Tensor` of shape `[B, N]`): Token at each anchor.
+        mask_token_id: Token id of a slot to be drafted.
+        block_size: Slots per block, `b`.
+
+    Returns:
+        `torch.Tensor` of shape `[B, N * b, D]`, without any norm or scale that the target puts on embeddings.
+    """
+    rows, num_anchors = anchor_token_ids.shape
+    ids = anchor_token_ids.new_full((rows, num_anchors, block_size), mask_token_id)
+    ids[..., 0] = anchor_token_ids
+    return nn.functional.embedding(ids.flatten(1), embedding_weight)
+
+
+def is_on(parameter: torch.Tensor, device: torch.device | str) -> bool:
+    """Whether a parameter is on a device; a device without index means any of its kind that is in use."""
+    device = torch.device(device)
+    return parameter.device.type == device.type and device.index in (None, parameter.device.index)
+
+
+# --- Outputs of single layers out of a target's own forward.
+
+
+class _LastTapRead(Exception):
+    """Ends the target's forward: nothing after the last tap is needed."""
+
+
+def read_taps(
+    decoder: nn.Module, layers: nn.ModuleList, target_layer_ids: Sequence[int], final_states: bool, **inputs
+) -> list[torch.Tensor]:
+    """Outputs of the tapped layers, each `[B, T, D]`.
+
+    Args:
+        decoder: The target without its head.
+        layers: Its layers.
+        target_layer_ids: The taps.
+        final_states: Whether all layers run, and the states after the final norm come last.
+        **inputs: Of the decoder.
+    """
+    final = []
+    with _hooks(layers, target_layer_ids, final_states) as taps, suppress(_LastTapRead):
+        output = decoder(**inputs)
+        final = [output.last_hidden_state]
+    return [taps[i] for i in target_layer_ids] + final
+
+
+@contextmanager
+def _hooks(
+    layers: nn.ModuleList, target_layer_ids: Sequence[int], final_states: bool
+) -> Iterator[dict[int, torch.Tensor]]:
+    """Hooks live only during a forward, so that a model shared with the user stays as it was."""
+    taps: dict[int, torch.Tensor] = {}
+
+    def read(index: int):
+        def hook(module, args, output):
+            taps[index] = output[0] if isinstance(output, tuple) else output
+            if index == target_layer_ids[-1] and not final_states:
+                raise _LastTapRead
+
+        return hook
+
+    handles = [layers[i].register_forward_hook(read(i)) for i in target_layer_ids]
+    try:
+        yield taps
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# --- From packed rows of token ids to the tapped hidden states of their documents, on the packed or the padded path.
+
+
+PackedForward = PackedQwen35 | PackedDense
+
+
+def packed_features(forward: PackedForward, input_ids: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
+    """Documents run one after another in rows without padding between them; nothing waits for the device.
+
+    Args:
+        forward: The target's forward over one packed row.
+        input_ids (`torch.Tensor` of shape `[B, T]`): Token ids on the target's device.
+        pieces: The documents, at least one.
+
+    Returns:
+        `torch.Tensor` of shape `[B, T, K * D]`; zeros where no document is.
+    """
+    rows, width = input_ids.shape
+    output = None
+    for group in groups_in_order(pieces):
+        row = packed_row(group, width, min(rows * width, MAX_FORWARD_TOKENS), input_ids.device)
+        taps = forward.hidden_states(input_ids.flatten()[row.indices][None], row)
+        output = _room(output, taps, rows * width)
+        places = row.indices[: row.num_tokens]
+        for tap, part in zip(taps, output.chunk(len(taps), dim=-1), strict=True):
+            part.index_copy_(0, places, tap[0, : row.num_tokens])
+    assert output is not None  # there is at least one document
+    return output.view(rows, width, -1)
+
+
+def padded_features(
+    read_taps: Callable[..., list[torch.Tensor]], input_ids: torch.Tensor, pieces: Sequence[Piece]
+) -> torch.Tensor:
+    """Documents run one per right-padded row, beside others of nearly their length.
+
+    Args:
+        read_taps: The target's own forward, giving the outputs of the tapped layers.
+        input_ids (`torch.Tensor` of shape `[B, T]`): Token ids on the target's device.
+        pieces: The documents, at least one.
+
+    Returns:
+        `torch.Tensor` of shape `[B, T, K * D]`; zeros where no document is.
+    """
+    rows, width = input_ids.shape
+    output = None
+    for group in groups_of_similar_length(pieces):
+        padded = input_ids.new_zeros(len(group), group[0].length)
+        for i, (row, start, length) in enumerate(group):
+            padded[i, :length] = input_ids[row, start : start + length]
+        taps = read_taps(input_ids=padded, use_cache=False)
+        output = _room(output, taps, rows * width)
+        for tap, part in zip(taps, output.chunk(len(taps), dim=-1), strict=True):
+            for i, (row, start, length) in enumerate(group):
+                part[row * width + start : row * width + start + length] = tap[i, :length]
+    assert output is not None  # there is at least one document
+    return output.view(rows, width, -1)
+
+
+def _room(output: torch.Tensor | None, taps: list[torch.Tensor], tokens: int) -> torch.Tensor:
+    """Features `[B * T, K * D]` to be filled, once; the taps of a target spread over devices end on the last."""
+    return output if output is not None else taps[-1].new_zeros(tokens, len(taps) * taps[-1].shape[-1])
+
+
+# --- Attention over lengths that change from call to call.
+
+
+class VariedLengths:
+    """Leaves cuDNN out of `scaled_dot_product_attention` while someone works on lengths that change.
+
+    On Hopper GPUs recent versions of torch prefer cuDNN's attention, which plans anew for each shape it has not seen:
+    some 40 ms on the host, in every round of decoding, and for every new length of a document. Flash attention and the
+    memory-efficient kernel need no plan. The choice is one of the whole process, so that threads which work at the
+    same time share it: the first one switches cuDNN off, the last one gives back what was there.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._before = True
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._lock:
+            if self._users == 0:
+                self._before = torch.backends.cuda.cudnn_sdp_enabled()
+                torch.backends.cuda.enable_cudnn_sdp(False)
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._users == 0:
+                    torch.backends.cuda.enable_cudnn_sdp(self._before)
+
+
+varied_lengths = VariedLengths()
+
+
+# --- How long a run takes until its first step is done, stage by stage.
+
+
+logger = logging.getLogger(__name__)
+
+# The stages in their order, by what the log calls them.
+STAGES = {
+    "load_target": "loading the target",
+    "first_batch": "first batch",
+    "tune_target": "compiling and tuning the target's layers",
+    "check_target": "check of the packed target",
+    "first_target_forward": "first forward of the target",
+    "first_drafter_step": "rest of the first step (the drafter's compilation, loss, optimizer)",
+}
+# A start that takes longer is told of where everybody sees it.
+LONG_SECONDS = 10
+
+
+class StartupTimes:
+    """Seconds of each stage, each measured once; what lies within another stage does not count in that one."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        # When stages began, those that have ended included.
+        self._begun: dict[str, float] = {}
+
+    def begin(self, stage: str) -> None:
+        """Start a stage, unless it has been measured."""
+        if stage not in self.seconds:
+            self._begun[stage] = perf_counter()
+
+    def end(self, stage: str, device: torch.device) -> None:
+        """End a stage that was begun; only then, so once, the host waits for what a device still has to do."""
+        if stage not in self._begun or stage in self.seconds:
+            return
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        start = self._begun[stage]
+        # A stage of another thread that began earlier and goes on meanwhile lies in none.
+        within = sum(seconds for other, seconds in self.seconds.items() if self._begun[other] >= start)
+        self.seconds[stage] = max(perf_counter() - start - within, 0.0)
+        logger.info("Start-up: %s took %.1f s.", STAGES[stage], self.seconds[stage])
+
+    def rounded(self) -> dict[str, float]:
+        """Seconds of the stages in their order, to the millisecond."""
+        return {stage: round(self.seconds[stage], 3) for stage in STAGES if stage in self.seconds}
+
+    def report(self) -> str:
+        """One line: all stages and their sum."""
+        parts = ", ".join(f"{STAGES[stage]} {seconds:.1f} s" for stage, seconds in self.rounded().items())
+        return f"The start took {sum(self.seconds.values()):.1f} s up to the end of the first step: {parts}."
+
+
+class StartupCallback(TrainerCallback):
+    """Measures what training adds to the start, tells of a long one before and after, and puts it into the record.
+
+    Args:
+        trainer: The [`DFlashTrainer`] it belongs to.
+    """
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self._has_told = False
+
+    @property
+    def _times(self) -> StartupTimes:
+        return self.trainer.target.startup
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._has_told = False
+        notice = self.trainer.target.tuning_notice()
+        if notice and state.is_world_process_zero:
+            logger.warning(notice)
+        self._times.begin("first_batch")
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._times.end("first_batch", torch.device("cpu"))
+        self._times.begin("first_drafter_step")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self._has_told:
+            return
+        self._has_told = True
+        is_new = "first_drafter_step" not in self._times.seconds
+        self._times.end("first_drafter_step", args.device)
+        self.trainer.run_record["startup_seconds"] = self._times.rounded()
+        if is_new and state.is_world_process_zero:
+            is_long = sum(self._times.seconds.values()) > LONG_SECONDS
+            logger.log(logging.WARNING if is_long else logging.INFO, self._times.report())
+
+
+# --- The start-up check of a packed target: documents must not see each other, whatever the kernels do.
+
+
+# Two short documents that end within a chunk of the kernels and behind one.
+CHECKED_LENGTHS = (70, 90)
+# Fewest tokens of the checked row: kernels that tune themselves do so at the first call, for good.
+FEWEST_TOKENS = 1024
+# Largest relative difference per layer up to a tap, by the precision of the hidden states. Two right ways of rounding
+# differ by about a third of it; a layer that computes something else soon differs by far more.
+TOLERANCES = {torch.float64: 1e-7, torch.float32: 2e-3}
+
+LOW_PRECISION_TOLERANCE = 0.01
+
+Reader = Callable[[torch.Tensor, Sequence[Sequence[int]]], torch.Tensor]
+
+
+def packing_fault(
+    packed: Reader, reference: Reader, target_layer_ids: Sequence[int], vocab_size: int, tokens: int
+) -> str | None:
+    """What is wrong with a packed path, by two short documents; None if it may be used.
+
+    Args:
+        packed: `context_hidden_states` on the packed path.
+        reference: `context_hidden_states` of each document alone.
+        target_layer_ids: Taps of both.
+        vocab_size: Ids to draw from.
+        tokens: Tokens of the row to check with, a third document included: those of the batches to come, so that what
+            is compiled or tuned now fits them; at least `FEWEST_TOKENS`, at most one forward's.
+    """
+    first, second = CHECKED_LENGTHS
+    length = min(max(tokens, FEWEST_TOKENS), MAX_FORWARD_TOKENS)
+    ids = torch.randint(0, vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    lengths = [[first, second, length - first - second]]
+    try:
+        features = packed(ids, lengths)[0, : first + second]
+    except CannotPack as reason:
+        return str(reason)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError) as error:
+        # A compiler that is missing, a kernel that it cannot make for this device, or a forward that takes no more
+        # arguments than it names.
+        return f"it does not run here ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
+    expected = reference(ids[:, : first + second], [[first, second]])[0]
+    for document in (slice(0, first), slice(first, None)):
+        difference = _difference(features[document], expected[document], target_layer_ids)
+        if difference:
+            return f"features differ from those of each document alone, {difference}"
+    ids[0, :first] = (ids[0, :first] + 1) % vocab_size
+    if not torch.equal(packed(ids, lengths)[0, first : first + second], features[first:]):
+        return "a document's features change with those of the document before it"
+    return None
+
+
+def _difference(actual: torch.Tensor, expected: torch.Tensor, target_layer_ids: Sequence[int]) -> str | None:
+    """The first tap that differs by more than its layers' rounding may."""
+    per_layer = TOLERANCES.get(actual.dtype, LOW_PRECISION_TOLERANCE)
+    parts = (tensor.float().chunk(len(target_layer_ids), dim=-1) for tensor in (actual, expected))
+    for layer, tap, expected_tap in zip(target_layer_ids, *parts, strict=True):
+        error = ((tap - expected_tap).norm() / expected_tap.norm()).item()
+        allowed = min(per_layer * (layer + 1), 0.5)
+        if not error <= allowed:
+            return f"at layer {layer} by {error:.2g} of their size, where {allowed:.2g} is allowed"
+    return None
+
+
+# --- Where compiled and tuned Triton kernels stay from one launch to the next.
+
+
+VARIABLE = "TRITON_CACHE_DIR"
+
+
+def keep_tuned_kernels() -> Path | None:
+    """Settle the folder of Triton's kernels for this process, before any is compiled.
+
+    Inductor sets `TRITON_CACHE_DIR` to a folder of its own, for each device another, but only in a process that
+    compiles a kernel itself: neither where its workers compile nor where its own cache has the graph. Kernels that
+    other libraries tune would lie in one folder after the first launch and be looked for in another at the second.
+
+    Returns:
+        The folder of `TRITON_CACHE_DIR`, by default Triton's own (`TRITON_HOME/.triton/cache`, in the home of the
+        user); None where that cannot be written, and every launch may tune anew.
+    """
+    if os.environ.get(VARIABLE):
+        return Path(os.environ[VARIABLE])
+    # As Triton has it, which takes "~" itself where a user has no home.
+    folder = Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK | os.X_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        logger.warning(
+            "%s cannot be written, so kernels may be tuned again at each launch, for a minute. Set %s to a folder "
+            "that stays.",
+            folder,
+            VARIABLE,
+        )
+        return None
+    os.environ[VARIABLE] = str(folder)
+    return folder
+
+
+# --- The frozen target: from packed token ids to the hidden states that a drafter reads.
+
+
+class FrozenTarget:
+    """A causal language model that only ever gives hidden states to a drafter.
+
+    It is not an `nn.Module`, so that no trainer moves, saves or optimises it.
+
+    Args:
+        model (`str`, `Path` or `PreTrainedModel`):
+            Hub id or folder, loaded by `AutoModelForCausalLM` and cut after the last tap, or a loaded model, which is
+            frozen but keeps all its layers.
+        target_layer_ids (`list[int]`): Taps: 0-based decoder layers whose outputs are read.
+        device: Where the target runs; None leaves it where it is.
+        packed (`bool`, *optional*):
+            Whether documents may share a row of the target's forward, where its layers allow it and after a check at
+            the first call; by default on CUDA.
+        compile_target: Whether to compile, on CUDA, the layers of a Qwen3.5/3.6 target, which takes up to a minute
+            (quantised ones are left as they are), or the attention of other targets over packed documents, which
+            takes some seconds and is what makes small targets fast.
+        allow_slow_target: Whether a hybrid target may run on CUDA without flash-linear-attention.
+        final_states: Whether all layers are kept and run, for objectives that compare with the target's distribution.
+        **init_kwargs: Arguments of `AutoModelForCausalLM.from_pretrained`.
+
+    Raises:
+        OSError: When there is no such model.
+        ValueError: When a tap is out of range, or a hybrid target would be far too slow.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        target_layer_ids: Sequence[int],
+        device: torch.device | str | None = None,
+        packed: bool | None = None,
+        compile_target: bool = False,
+        allow_slow_target: bool = False,
+        final_states: bool = False,
+        **init_kwargs,
+    ):
+        self.startup = StartupTimes()
+        self.startup.begin("load_target")
+        # A model of the user's keeps all its layers; one loaded here is nobody else's.
+        owned = isinstance(model, str | Path)
+        self.model: Any = take_model(model, device, allow_slow_target, init_kwargs)
+        self.config: PreTrainedConfig = self.model.config.get_text_config(decoder=True)
+        self.target_layer_ids = list(target_layer_ids)
+        self.layers: nn.ModuleList = decoder_layers(self.model)
+        check_taps(self.target_layer_ids, len(self.layers))
+        self.final_states = final_states
+        if owned and not final_states:
+            del self.layers[self.target_layer_ids[-1] + 1 :]
+        self.model.requires_grad_(False).eval()
+        devices = {p.device for p in self.model.parameters()}
+        # A target that from_pretrained spread over several devices stays where it is.
+        if device is not None and len(devices) == 1 and not is_on(next(self.model.parameters()), device):
+            self.model.to(device)  # type: ignore[arg-type]
+        on_cuda = self.device.type == "cuda"
+        if on_cuda and not allow_slow_target:
+            refuse_slow(self.config)
+        self._vocab_size: int = self.config.vocab_size
+        self._lock = Lock()
+        self._packed: PackedForward | None = None
+        self._unchecked: PackedForward | None = None
+        if (on_cuda if packed is None else packed) and len(devices) == 1:
+            self._unchecked = self._packable(compile_target and on_cuda)
+        self._kernel_folder = keep_tuned_kernels() if on_cuda and isinstance(self._unchecked, PackedQwen35) else None
+        self.startup.end("load_target", self.device)
+
+    def _packable(self, compiled: bool) -> PackedForward | None:
+        """The packed path that this target's layers have, to be checked at the first call."""
+        decoder = self.model.get_decoder()
+        if PackedQwen35.fits(decoder):
+            compiled = compiled and not _quantised(self.model)
+            return PackedQwen35(decoder, self.target_layer_ids, compiled, final_states=self.final_states)
+        compiled = compiled and PackedDense.compiles(decoder)
+        if compiled or PackedDense.fits(decoder):
+            return PackedDense(decoder, self._read_taps, compiled)
+        self._say_padded(
+            "only Qwen3.5/3.6 layers, full attention by sdpa and, compiled on a GPU, sliding attention are packed"
+        )
+        return None
+
+    def _say_padded(self, reason: str) -> None:
+        logger.warning(
+            "Documents cannot share a row of this %s: %s. Each runs in a row of its own instead, which is right and "
+            "slower.",
+            type(self.model).__name__,
+            reason,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """Ids after which the target stops generating, by its generation config."""
+        return eos_token_ids(self.model.generation_config)
+
+    def tuning_notice(self) -> str | None:
+        """What to tell whoever waits for the first forward, if that compiles and tunes."""
+        if self._unchecked is None or self.device.type != "cuda" or not isinstance(self._unchecked, PackedQwen35):
+            return None
+        kept = "at each launch" if self._kernel_folder is None else f"once per machine (kept in {self._kernel_folder})"
+        return (
+            "The target's layers are compiled and its kernels tuned before the first step: a minute or two, "
+            f"{kept}; the log says what each part took."
+        )
+
+    def check_drafter(self, config: DFlashDraftConfig) -> None:
+        """Refuse a drafter that was made for another target.
+
+        Raises:
+            ValueError: Naming the field, both values and the way out.
+        """
+        check_fits(config, self.config, self.model.get_input_embeddings().weight.shape[0])
+        if config.target_layer_ids != self.target_layer_ids:
+            raise ValueError(
+                f"The drafter's target_layer_ids is {config.target_layer_ids}, the FrozenTarget's is "
+                f"{self.target_layer_ids}. Make the FrozenTarget with the drafter's config.target_layer_ids."
+            )
+
+    @torch.no_grad()
+    def context_hidden_states(
+        self, input_ids: torch.Tensor, document_lengths: Sequence[Sequence[int]] | None = None
+    ) -> torch.Tensor:
+        """Outputs of the tapped layers for packed rows, each document as if it were alone.
+
+        Where the target can be packed, documents run one after another in one row, and every mixing layer gets their
+        borders. Elsewhere they run one per right-padded row without attention mask or position ids: padding on the
+        right changes nothing before it. Either way no state of a linear-attention layer crosses a border. On a GPU
+        nothing waits for the device after the first call, so that a worker thread can run ahead.
+
+        Args:
+            input_ids (`torch.Tensor` of shape `[B, T]`): Packed token ids.
+            document_lengths: Lengths in tokens of the documents of each row, in order; None for one document per
+                row that fills it.
+
+        Returns:
+            `torch.Tensor` of shape `[B, T, K * D]` on the target's device; zeros where no document is.
+        """
+        return self.split(self.all_hidden_states(input_ids, document_lengths))[0]
+
+    @torch.no_grad()
+    def all_hidden_states(
+        self, input_ids: torch.Tensor, document_lengths: Sequence[Sequence[int]] | None = None
+    ) -> torch.Tensor:
+        """[`context_hidden_states`], and with `final_states` the states after the target's final norm behind them.
+
+        Args:
+            input_ids, document_lengths: As for [`context_hidden_states`].
+
+        Returns:
+            `torch.Tensor` of shape `[B, T, K * D]`, or `[B, T, (K + 1) * D]` with `final_states`.
+        """
+        rows, width = input_ids.shape
+        if document_lengths is None:
+            document_lengths = [[width]] * rows
+        pieces = document_pieces(document_lengths, width)
+        if not pieces:
+            raise ValueError("The batch holds no document; give rows with at least one document of one token.")
+        input_ids = input_ids.to(self.device, non_blocking=True)
+        # Under the drafter's autocast a document's features would depend on who asks for them, and what is compiled
+        # would fit one thread alone.
+        with torch.autocast(self.device.type, enabled=False, cache_enabled=True), varied_lengths():
+            packed = self._checked_packing(rows * width)
+            self.startup.begin("first_target_forward")
+            states = self._features(packed, input_ids, pieces)
+        self.startup.end("first_target_forward", states.device)
+        return states
+
+    def split(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What [`all_hidden_states`] gives, in parts: the context, and the final states or None."""
+        if not self.final_states:
+            return states, None
+        return states[..., : -self.config.hidden_size], states[..., -self.config.hidden_size :]
+
+    def _features(self, packed: PackedForward | None, input_ids: torch.Tensor, pieces: list[Piece]) -> torch.Tensor:
+        if packed is None:
+            return padded_features(self._read_taps, input_ids, pieces)
+        return packed_features(packed, input_ids, pieces)
+
+    def _read_taps(self, **inputs) -> list[torch.Tensor]:
+        return read_taps(self.model.get_decoder(), self.layers, self.target_layer_ids, self.final_states, **inputs)
+
+    def _checked_packing(self, tokens: int) -> PackedForward | None:
+        """The packed path, if there is one that passes the check of the first call."""
+        if self._unchecked is not None:
+            # It compiles; and a thread that is ahead must not wait for the one that is in it.
+            refuse_ahead("The check of the target")
+        with self._lock:
+            if self._unchecked is not None:
+                packed = self._unchecked
+                self.startup.begin("check_target")
+                with self._few_layers(packed), transformers_delta_rule():
+                    reader, reference = partial(self._tuned_features_of, packed), partial(self._features_of, None)
+                    fault = packing_fault(reader, reference, self.target_layer_ids, self._vocab_size, tokens)
+                self.startup.end("check_target", self.device)
+                if fault is None:
+                    self._packed = packed
+                else:
+                    self._say_padded(fault)
+                self._unchecked = None
+        return self._packed
+
+    def _tuned_features_of(
+        self, packed: PackedForward, input_ids: torch.Tensor, document_lengths: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """[`_features_of`], whose first call compiles and tunes."""
+        self.startup.begin("tune_target")
+        states = self._features_of(packed, input_ids, document_lengths)
+        self.startup.end("tune_target", states.device)
+        return states
+
+    def _features_of(
+        self, packed: PackedForward | None, input_ids: torch.Tensor, document_lengths: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        pieces = document_pieces(document_lengths, input_ids.shape[1])
+        return self.split(self._features(packed, input_ids.to(self.device), pieces))[0]
+
+    @contextmanager
+    def _few_layers(self, packed: PackedForward) -> Iterator[None]:
+        """Taps no deeper than one layer of each kind: all others run the same kernels, and the check is quicker."""
+        if not isinstance(packed, PackedQwen35):
+            yield
+            return
+        taps, final_states = self.target_layer_ids, self.final_states
+        kinds = [layer.block_type for layer in self.layers[: taps[-1] + 1]]
+        self.target_layer_ids = packed.target_layer_ids = [max(kinds.index(kind) for kind in set(kinds))]
+        self.final_states = packed.final_states = False
+        try:
+            yield
+        finally:
+            self.final_states = packed.final_states = final_states
+            self.target_layer_ids, packed.target_layer_ids = taps, list(taps)
+
+
+class FullDepth:
+    """A [`FrozenTarget`] whose final states travel with its context, as one tensor.
+
+    Args:
+        target: A target with `final_states`.
+    """
+
+    def __init__(self, target: FrozenTarget):
+        self.target = target
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+    def context_hidden_states(
+        self, input_ids: torch.Tensor, document_lengths: Sequence[Sequence[int]] | None = None
+    ) -> torch.Tensor:
+        """[`FrozenTarget.all_hidden_states`]."""
+        return self.target.all_hidden_states(input_ids, document_lengths)
+
+
+def _quantised(model: Any) -> bool:
+    """Whether a compiler would meet layers or weights that are not torch's own."""
+    plain = all(type(p) is nn.Parameter and p.dtype in COMPUTE_TYPES for p in model.parameters())
+    return not plain or "quantization_config" in model.config.to_dict()
+
+
+# --- A target of random weights and documents of random tokens, for measuring speed and memory without any download.
+
+
+def read_target_config(name: str) -> PreTrainedConfig:
+    """The text model's configuration of a target.
+
+    Args:
+        name: A configuration file, a folder or a Hub id.
+    """
+    return AutoConfig.from_pretrained(name).get_text_config(decoder=True)
+
+
+def random_target(
+    config: PreTrainedConfig,
+    target_layer_ids: list[int],
+    device: torch.device | str,
+    dtype: torch.dtype | str = torch.bfloat16,
+    seed: int = 0,
+    **options: Any,
+) -> FrozenTarget:
+    """A target with the shape of a real one and random weights, made on its device: nothing passes through the host.
+
+    Its speed and memory are those of the real one; what a drafter learns from it is worth nothing.
+
+    Args:
+        config: The text model's configuration.
+        target_layer_ids: Taps.
+        device: Where the target runs.
+        dtype: Type of the weights, a torch type or its name.
+        seed: Seed of the weights.
+        **options: Further arguments of [`FrozenTarget`].
+    """
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype)
+    start = perf_counter()
+    with torch.random.fork_rng(devices=[device] if torch.device(device).type == "cuda" else []):
+        torch.manual_seed(seed)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    target = FrozenTarget(model, target_layer_ids, **options)
+    if not target.final_states:
+        # Nobody else's, so that it may be cut as one that is loaded is.
+        del target.layers[target_layer_ids[-1] + 1 :]
+    # The target waited for its device.
+    target.startup.seconds["load_target"] = perf_counter() - start
+    return target
+
+
+def synthetic_documents(
+    count: int, length: int, vocab_size: int, mask_token_id: int, seed: int = 0
+) -> list[dict[str, Any]]:
+    """Documents of random tokens whose first sixteenth is a prompt and whose rest is supervised.
+
+    Args:
+        count: Documents.
+        length: Tokens of each.
+        vocab_size: Token ids are drawn below it.
+        mask_token_id: Never drawn.
+        seed: Seed of the draw.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, vocab_size - 1, (count, length), generator=generator)
+    ids += ids >= mask_token_id
+    return [{"input_ids": row.tolist(), "supervised_spans": [[length // 16, length]]} for row in ids]

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Muon for the drafter's matrices and AdamW for its norms, as one optimizer that the Trainer steps and saves."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim import AdamW, Muon, Optimizer
+
+from .training_args import DFlashTrainingArguments
+
+
+class MuonWithAdamW(Optimizer):
+    """Steps two-dimensional parameters with `torch.optim.Muon` and all others with `torch.optim.AdamW`.
+
+    Muon's orthogonal steps are scaled to the root mean square of AdamW's, so that both follow one learning rate.
+
+    Args:
+        params: Parameters, or groups of them.
+        lr: Learning rate of both.
+        weight_decay: Weight decay of groups that bring none of their own.
+        momentum: Momentum of Muon.
+        betas: Decay rates of AdamW's averages.
+        eps: Added to AdamW's denominator.
+        fused: Whether AdamW runs as one kernel.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 6e-4,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        fused: bool | None = None,
+    ):
+        groups = list(params)
+        if groups and not isinstance(groups[0], dict):
+            groups = [{"params": groups}]
+        matrices = [_of_rank(group, lambda rank: rank == 2) for group in groups]
+        others = [_of_rank(group, lambda rank: rank != 2) for group in groups]
+        self.parts: list[Optimizer] = []
+        if any(group["params"] for group in matrices):
+            matrices = [group for group in matrices if group["params"]]
+            self.parts.append(Muon(matrices, lr, weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"))
+        if any(group["params"] for group in others):
+            others = [group for group in others if group["params"]]
+            self.parts.append(AdamW(others, lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused))
+        super().__init__([group for part in self.parts for group in part.param_groups], {"lr": lr})
+        self._share_groups()
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[override]
+        """The states of both, which nothing but `load_state_dict` replaces."""
+        return defaultdict(dict, {p: state for part in self.parts for p, state in part.state.items()})
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        # The base class sets an empty one.
+        pass
+
+    def _share_groups(self) -> None:
+        """Schedulers change the groups of this optimizer, which are those of its parts."""
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step of both.
+
+        Args:
+            closure: Computes the loss once more, with gradients.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a saved state.
+
+        Raises:
+            ValueError: When it was saved by another optimizer.
+        """
+        states = state_dict.get("parts")
+        if states is None or len(states) != len(self.parts):
+            raise ValueError(
+                f"The saved optimizer state has the fields {sorted(state_dict)}, expected `parts` of Muon and AdamW: "
+                "it was written by another optimizer. Resume with the value of muon that the run began with."
+            )
+        for part, state in zip(self.parts, states, strict=True):
+            part.load_state_dict(state)
+        self._share_groups()
+
+
+def _of_rank(group: dict[str, Any], fits: Callable[[int], bool]) -> dict[str, Any]:
+    return {**group, "params": [parameter for parameter in group["params"] if fits(parameter.dim())]}
+
+
+def muon_with_adamw(args: DFlashTrainingArguments) -> tuple[type[Optimizer], dict[str, Any]]:
+    """What the Trainer's `optimizer_cls_and_kwargs` takes, from the training arguments."""
+    fused = args.device.type == "cuda" and "fused" in args.optim
+    return MuonWithAdamW, {
+        "lr": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+        "fused": fused,
+    }

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints mirrored to an fsspec address while training goes on."""
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from .chats import check_address, describe
+from .checkpointing import (
+    ASIDE_PREFIX,
+    MANIFEST_NAME,
+    SNAPSHOT_PREFIX,
+    DiskSpaceError,
+    check_disk_space,
+    files_of,
+    make_manifest,
+    manifest_problems,
+    publish,
+    step_of,
+)
+from .writing import linked_copy
+
+
+# --- Checkpoints at an fsspec address (`s3://`, `gs://`, ...): complete once their manifest, written last, is there.
+
+
+logger = logging.get_logger(__name__)
+
+# Protocols without folders, where making one may make the bucket: one that is gone must not come back in silence.
+OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "r2", "memory"}
+
+
+class Heartbeat(fsspec.Callback):
+    """Knows when a file system last said that some bytes of a copy have gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = time.monotonic()
+
+    def call(self, *args: Any, **kwargs: Any) -> None:
+        self.last = time.monotonic()
+
+
+def upload_checkpoint(
+    folder: Path,
+    address: str,
+    keep_on: Callable[[], bool] = lambda: True,
+    heartbeat: Heartbeat | None = None,
+) -> None:
+    """Copy a complete checkpoint to `<address>/<its name>`, its manifest with hashes last.
+
+    Args:
+        folder: The local checkpoint, complete.
+        address: Of the folder of checkpoints.
+        keep_on: Asked before each file; False gives up.
+        heartbeat: Told of every part that has gone.
+
+    Raises:
+        Exception: Whatever the file system raises; then no manifest is there.
+    """
+    system, root = fsspec.core.url_to_fs(f"{address.rstrip('/')}/{folder.name}")
+    heartbeat = heartbeat or Heartbeat()
+    manifest = make_manifest(folder, with_hashes=True)
+    # Listings are cached, and another process may have written since.
+    system.invalidate_cache()
+    if system.exists(f"{root}/{MANIFEST_NAME}"):
+        system.rm_file(f"{root}/{MANIFEST_NAME}")
+    for name, entry in manifest["files"].items():
+        if not keep_on():
+            raise InterruptedError(f"{folder.name} is not wanted any more")
+        if address.partition("://")[0] not in OBJECT_STORES:
+            system.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
+        heartbeat.call()
+        system.put_file(str(folder / name), f"{root}/{name}", callback=heartbeat)
+        size = system.info(f"{root}/{name}")["size"]
+        if size != entry["size"]:
+            raise OSError(f"{name} arrived with {size} bytes instead of {entry['size']}")
+    system.pipe_file(f"{root}/{MANIFEST_NAME}", json.dumps(manifest, indent=1).encode())
+
+
+def remote_steps(address: str) -> list[int]:
+    """Steps of the checkpoints at an address that have a manifest, ascending."""
+    system, root = fsspec.core.url_to_fs(address.rstrip("/"))
+    system.invalidate_cache()
+    steps = []
+    for path in system.ls(root, detail=False) if system.exists(root) else []:
+        step = step_of(path.rstrip("/"))
+        if step is not None and system.exists(f"{path.rstrip('/')}/{MANIFEST_NAME}"):
+            steps.append(step)
+    return sorted(steps)
+
+
+def fetch_checkpoint(address: str, output_dir: str | Path) -> Path:
+    """Copy a checkpoint from an address into a folder, checked by its hashes.
+
+    Args:
+        address: Of one checkpoint-N, or of a folder of them, of which the newest complete one is taken.
+        output_dir: Where `checkpoint-N` is put, unless the same one is there already.
+
+    Returns:
+        The local checkpoint.
+
+    Raises:
+        ValueError: There is none, or it is incomplete.
+        OSError: The store does not answer.
+    """
+    try:
+        return _fetch(address.rstrip("/"), Path(output_dir))
+    except (ValueError, DiskSpaceError):
+        raise
+    # Each store has its own errors, which may name credentials.
+    except Exception as error:
+        raise OSError(f"The checkpoint at {address} could not be fetched: {describe(error)}") from None
+
+
+def _fetch(address: str, output_dir: Path) -> Path:
+    if step_of(address) is None:
+        steps = remote_steps(address)
+        if not steps:
+            raise ValueError(
+                f"{address} holds no complete checkpoint: no checkpoint-N with a {MANIFEST_NAME}. Look at the "
+                "address, or leave resume_from_checkpoint out to start anew."
+            )
+        address = f"{address}/checkpoint-{steps[-1]}"
+    system, root = fsspec.core.url_to_fs(address)
+    try:
+        manifest = system.cat_file(f"{root}/{MANIFEST_NAME}")
+    except FileNotFoundError:
+        raise ValueError(f"{address} has no {MANIFEST_NAME}, which is written last: it is incomplete.") from None
+    try:
+        files = files_of(manifest)
+    except ValueError as error:
+        raise ValueError(f"The {MANIFEST_NAME} of {address} cannot be read ({error}). Take an older one.") from None
+    final = output_dir / Path(root).name
+    if _is_there(final, files):
+        logger.warning(f"{final} is the same as {address} and used.")
+        return final
+    output_dir.mkdir(parents=True, exist_ok=True)
+    check_disk_space(output_dir, sum(entry["size"] for entry in files.values()))
+    aside = final.with_name(f"{ASIDE_PREFIX}{final.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        _download(system, root, files, aside)
+        (aside / MANIFEST_NAME).write_bytes(manifest)
+        problems = manifest_problems(aside)
+        if problems:
+            raise ValueError(f"{address} is not what its manifest says: {'; '.join(problems)}. Take an older one.")
+        if final.exists():
+            logger.warning(f"{final} is not the same as {address}, which takes its place.")
+        publish(aside, final)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return final
+
+
+def _download(system: Any, root: str, files: dict[str, Any], folder: Path) -> None:
+    for name in files:
+        path = folder / name
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"The manifest of {root} names {name!r}, which is outside the checkpoint.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            system.get_file(f"{root}/{name}", str(path))
+        except FileNotFoundError:
+            raise ValueError(f"{root} is incomplete: {name} is missing. Take an older one.") from None
+
+
+def _is_there(folder: Path, files: dict[str, Any]) -> bool:
+    if not folder.is_dir() or manifest_problems(folder):
+        return False
+    return make_manifest(folder, with_hashes=True)["files"] == files
+
+
+# --- A callback that mirrors each finished checkpoint to an fsspec address while training goes on.
+
+
+class RemoteCheckpointError(OSError):
+    """Training ended, and its last checkpoint never arrived at the remote address."""
+
+
+class RemoteCheckpointCallback(TrainerCallback):
+    """Copies each finished checkpoint to `<address>/checkpoint-N` in the background.
+
+    A copy that fails is tried again, waiting longer each time, until it arrives or a newer checkpoint is there, which
+    is then copied in its place. Training never waits for a copy before its end.
+
+    Args:
+        address (`str`): Such as `s3://bucket/run`; without credentials.
+        first_wait, longest_wait (`float`): Seconds before a copy is tried again: doubled from the first on.
+        final_attempts (`int`): Tries of the last checkpoint once training has ended.
+        stalled_after (`float`): Seconds without any byte going, after training has ended, that end the waiting.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        first_wait: float = 1.0,
+        longest_wait: float = 60.0,
+        final_attempts: int = 5,
+        stalled_after: float = 900.0,
+    ):
+        check_address(address)
+        self.address = address.rstrip("/")
+        self.first_wait, self.longest_wait, self.final_attempts = first_wait, longest_wait, final_attempts
+        self.stalled_after, self._heartbeat = stalled_after, Heartbeat()
+        self.arrived: list[str] = []
+        self.missing: str | None = None
+        self._waiting: Path | None = None
+        self._current: Path | None = None
+        self._is_ending = False
+        self._first_step = 0
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if args.process_index != 0:
+            return
+        self.arrived, self.missing, self._is_ending = [], None, False
+        self._first_step = state.global_step
+        self._thread = threading.Thread(target=self._work, name="remote-checkpoints", daemon=True)
+        self._thread.start()
+
+    def on_save(self, args, state, control, **kwargs):
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if self._thread is None or not (folder / MANIFEST_NAME).exists():
+            return
+        try:
+            snapshot = _snapshot(folder)
+        except OSError as error:
+            self.missing = folder.name
+            logger.warning(f"{folder.name} cannot be set aside to be copied to {self.address} ({error}).")
+            return
+        with self._changed:
+            skipped, self._waiting = self._waiting, snapshot
+            self._changed.notify_all()
+        if skipped is not None:
+            self._give_up(skipped)
+
+    def close(self) -> None:
+        """Wait for the last checkpoint to arrive, as often as it is tried, and end the thread."""
+        if self._thread is None:
+            return
+        with self._changed:
+            self._is_ending = True
+            last = self._waiting or self._current
+            self._changed.notify_all()
+        if last is not None:
+            logger.warning(f"Training has ended; waiting for {_name(last)} to arrive at {self.address}.")
+        self._heartbeat.call()
+        while self._thread.is_alive() and time.monotonic() - self._heartbeat.last < self.stalled_after:
+            self._thread.join(0.2)
+        if self._thread.is_alive():
+            # The thread hangs inside the file system, and does not keep the process from ending.
+            self.missing = _name(last) if last is not None else None
+            logger.error(f"{self.missing} stopped arriving at {self.address}; it is not waited for any longer.")
+        self._thread = None
+
+    def finish(self) -> None:
+        """As [`close`].
+
+        Raises:
+            RemoteCheckpointError: The last checkpoint never arrived.
+        """
+        self.close()
+        if self.missing is not None:
+            raise RemoteCheckpointError(
+                f"Training is done, but {self.missing} never arrived at {self.address}; it is in output_dir. Copy it "
+                "with dflash_hf.remote_checkpoints.upload_checkpoint(folder, address) once the store answers again."
+            )
+
+    def _work(self) -> None:
+        self._look()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting is not None or self._is_ending)
+                if self._waiting is None:
+                    return
+                self._current, self._waiting = self._waiting, None
+            self._upload(self._current)
+            shutil.rmtree(self._current.parent, ignore_errors=True)
+            self._current = None
+
+    def _look(self) -> None:
+        """Warn of checkpoints beyond the step that this run begins at: of another run, or of one given up."""
+        try:
+            later = [step for step in remote_steps(self.address) if step > self._first_step]
+        # Whatever a file system raises, copies are tried all the same.
+        except Exception as error:
+            logger.warning(f"{self.address} does not answer ({describe(error)}).")
+            return
+        if later:
+            logger.warning(
+                f"{self.address} holds checkpoints of later steps than {self._first_step}, where this run begins: "
+                f"{', '.join(map(str, later))}. Give each run an address of its own: "
+                "resume_from_checkpoint=True would take those."
+            )
+
+    def _upload(self, snapshot: Path) -> None:
+        wait, attempts_at_the_end, begin = self.first_wait, 0, time.monotonic()
+        while True:
+            attempts_at_the_end += self._is_ending
+            try:
+                upload_checkpoint(snapshot, self.address, lambda: self._waiting is None, self._heartbeat)
+            # Whatever a file system raises, training must go on.
+            except Exception as error:
+                if self._waiting is not None:
+                    logger.warning(f"{_name(snapshot)} did not arrive at {self.address}; a newer one takes its place.")
+                    return
+                if attempts_at_the_end >= self.final_attempts:
+                    self.missing = _name(snapshot)
+                    logger.error(f"{self.missing} never arrived at {self.address}: {describe(error)}")
+                    return
+                logger.warning(
+                    f"{_name(snapshot)} could not be copied to {self.address} ({describe(error)}); trying again in "
+                    f"{wait:g} s."
+                )
+            else:
+                self.arrived.append(_name(snapshot))
+                self.missing = None
+                seconds = time.monotonic() - begin
+                logger.info(f"{_name(snapshot)} is at {self.address} after {seconds:.1f} s.")
+                return
+            self._heartbeat.call()
+            self._sleep(wait)
+            wait = min(2 * wait, self.longest_wait)
+
+    def _sleep(self, seconds: float) -> None:
+        """Wait, but not once a newer checkpoint is there or training has ended."""
+        with self._changed:
+            was_ending = self._is_ending
+            self._changed.wait_for(lambda: self._waiting is not None or self._is_ending != was_ending, seconds)
+
+    def _give_up(self, snapshot: Path) -> None:
+        logger.warning(f"{_name(snapshot)} is not copied to {self.address}: a newer one was finished before its turn.")
+        shutil.rmtree(snapshot.parent, ignore_errors=True)
+
+
+def _name(snapshot: Path) -> str:
+    return snapshot.name
+
+
+def _snapshot(folder: Path) -> Path:
+    return linked_copy(folder, folder.parent / f"{SNAPSHOT_PREFIX}{folder.name}-{time.monotonic_ns()}" / folder.name)
