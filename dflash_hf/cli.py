@@ -39,7 +39,8 @@ class _Yaml12Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list] = {}  # noqa: RUF012
 
     def compose_mapping_node(self, anchor):
-        node, lines = super().compose_mapping_node(anchor), {}
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in lines:
                 problem = f"{key.value!r} is given twice, first on line {lines[key.value]}"

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a trained drafter to a repository of the Hub, in one commit: its facts, its card."""
+"""From a trained drafter to a repository of the Hub: a run's facts, its results, its card, one commit.
+
+A run writes what it knows of itself as `training.json` beside the drafter; `recipes/evaluate_acceptance.py` and the
+demo write what they measured as `results.json`. The card tells both. No local path and no secret is ever published.
+"""
 
 import json
 import math
@@ -45,12 +49,12 @@ from .validation import Checkpoint, ValidationReport, read_folder, serving_comma
 from .writing import linked_copy
 
 
-# --- What a run knows of itself that a model card tells, kept as `training.json` beside the drafter.
-
-
 logger = logging.get_logger(__name__)
 
 FACTS_NAME = "training.json"
+RESULTS_NAME = "results.json"
+PLOT_NAME = "acceptance.png"
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".svg", ".webp", ".gif")
 
 FORMAT = 1
 # Arguments that decide what a drafter becomes; the others say where it runs and what is written.
@@ -64,23 +68,13 @@ _REPO_ID = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*")
 
 
 def hub_id(name: Any) -> str | None:
-    """A repository id as it is, None for a folder or anything else: no local path is ever published.
-
-    Args:
-        name: What a model was loaded from.
-    """
+    """What a model was loaded from if it is a repository's id, else None."""
     text = str(name or "")
-    if not _REPO_ID.fullmatch(text) or Path(text).exists():
-        return None
-    return text
+    return text if _REPO_ID.fullmatch(text) and not Path(text).exists() else None
 
 
 def differing_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a recipe that are not the defaults.
-
-    Args:
-        arguments: Of `DFlashTrainingArguments.to_dict()`.
-    """
+    """Those of `DFlashTrainingArguments.to_dict()` that belong to a recipe and are not the defaults."""
     defaults = {field.name: field.default for field in fields(DFlashTrainingArguments)}
     given = {name: arguments[name] for name in RECIPE_ARGUMENTS if name in arguments}
     # A folder among the target's arguments would be a local path.
@@ -89,13 +83,7 @@ def differing_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def training_facts(trainer: Any, seconds: float, first_step: int) -> dict[str, Any]:
-    """What a card says of a run, as JSON values; neither a local path nor a secret is in it.
-
-    Args:
-        trainer: The [`DFlashTrainer`] that trained.
-        seconds: Spent in training.
-        first_step: Step from which on they were counted.
-    """
+    """What a card says of a run that has trained for so many seconds since its `first_step`, as JSON values."""
     record, state, target = trainer.run_record, trainer.state, trainer.target.model
     model = trainer.accelerator.unwrap_model(trainer.model)
     quantised = vars(target.config).get("quantization_config")
@@ -136,19 +124,16 @@ def _origin(name: Any) -> dict[str, Any]:
 
 
 def _data(rows: PackedDataset) -> dict[str, Any]:
-    documents = rows.documents
-    lengths = np.asarray(rows._lengths)
-    supervised = _supervised_tokens(documents)
+    documents, lengths, manifest = rows.documents, np.asarray(rows._lengths), None
     description = documents.info.description if isinstance(documents, Dataset) else ""
-    manifest = None
-    if description and description.startswith("{"):
+    if (description or "").startswith("{"):
         manifests = [json.loads(part) for part in description.split("\n\n")]
-        modes = {str(part.get("thinking")) for part in manifests}
-        manifest = manifests[0] | ({"thinking": "mixed"} if len(modes) > 1 else {})
+        is_mixed = len({str(part.get("thinking")) for part in manifests}) > 1
+        manifest = manifests[0] | ({"thinking": "mixed"} if is_mixed else {})
     return {
         "documents": len(lengths),
         "tokens": int(lengths.sum()),
-        "supervised_tokens": int(supervised),
+        "supervised_tokens": _supervised_tokens(documents),
         "longest_document": int(lengths.max()),
         "manifest": manifest,
     }
@@ -184,11 +169,7 @@ def _hardware(args: DFlashTrainingArguments) -> str:
 
 
 class TrainingFacts(TrainerCallback):
-    """Times the run and writes `training.json` at its end.
-
-    Args:
-        trainer: The [`DFlashTrainer`] it belongs to.
-    """
+    """Times a trainer's run and writes `training.json` at its end."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
@@ -201,14 +182,14 @@ class TrainingFacts(TrainerCallback):
             self.seconds, self.first_step = earlier["hours"] * 3600, earlier["hours_since_step"]
 
     def on_train_end(self, args, state, control, **kwargs):
-        if state.is_world_process_zero:
-            self.seconds += time.monotonic() - self._start
-            facts = training_facts(self.trainer, self.seconds, self.first_step)
-            try:
-                write_facts(facts, Path(args.output_dir))
-            # The other ranks wait, and the drafter is worth more than what is told of it.
-            except OSError as error:
-                logger.warning(f"{FACTS_NAME} could not be written into {args.output_dir}: {error}")
+        if not state.is_world_process_zero:
+            return
+        self.seconds += time.monotonic() - self._start
+        try:
+            write_facts(training_facts(self.trainer, self.seconds, self.first_step), Path(args.output_dir))
+        # The other ranks wait, and the drafter is worth more than what is told of it.
+        except OSError as error:
+            logger.warning(f"{FACTS_NAME} could not be written into {args.output_dir}: {error}")
 
 
 def write_facts(facts: dict[str, Any], folder: Path) -> None:
@@ -234,21 +215,12 @@ def read_facts(folder: str | Path) -> dict[str, Any] | None:
     return facts
 
 
-# --- Acceptance as a model card tells it, from what `recipes/evaluate_acceptance.py` or the demo wrote.
-
-
 @dataclass(frozen=True)
 class ResultRow:
-    """One line of a card's table.
+    """One line of a card's table: the acceptance length on some prompts, in tokens per forward of the target.
 
-    Args:
-        prompts: What the prompts are.
-        number: How many.
-        acceptance_length: Tokens per verification forward.
-        low: Lower end of its 95% interval, where one is known.
-        high: Upper end.
-        speed_up: Over plain decoding, where it was timed.
-        slots: Share of blocks that accept the draft of each slot.
+    `low` and `high` bound its 95% interval, `speed_up` is over plain decoding, `slots` the share of blocks that accept
+    the draft of each slot, each where it is known.
     """
 
     prompts: str
@@ -269,11 +241,7 @@ class CardResults:
 
 
 def load_results(path: Path, drafter: str | None = None) -> dict[str, Any]:
-    """A file of results that a card can tell.
-
-    Args:
-        path: `results.json` of `recipes/evaluate_acceptance.py` or `recipes/smollm2-135m/demo.py`.
-        drafter: As for [`read_results`].
+    """The content of a `results.json` that [`read_results`] understands.
 
     Raises:
         ValueError: It is something else, and why.
@@ -285,6 +253,16 @@ def load_results(path: Path, drafter: str | None = None) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is not what the card reads ({error})") from error
     return results
+
+
+def recorded_results(folder: Path, drafter: str | None = None) -> dict[str, Any] | None:
+    """What a drafter's folder has as results in a form that a card can tell, or None."""
+    path = folder / RESULTS_NAME
+    try:
+        return load_results(path, drafter) if path.is_file() else None
+    except ValueError as error:
+        logger.warning(f"The card has no results: {error}.")
+        return None
 
 
 def read_results(results: dict[str, Any], drafter: str | None = None) -> CardResults:
@@ -299,32 +277,30 @@ def read_results(results: dict[str, Any], drafter: str | None = None) -> CardRes
             named.
     """
     try:
-        return _read_results(results, drafter)
+        return _read_evaluation(results, drafter) if "drafters" in results else _read_demo(results)
     # Any JSON may be in a file of that name.
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"The results have another form than those of our recipes ({error!r}).") from error
 
 
-def _read_results(results: dict[str, Any], drafter: str | None) -> CardResults:
-    if "drafters" in results:
-        return _read_evaluation(results, drafter)
+def _read_demo(results: dict[str, Any]) -> CardResults:
     groups = {name: value["after"] for name, value in results.items() if isinstance(value, dict) and "after" in value}
     if not groups:
         raise ValueError(
-            f"The results hold {sorted(results)}; expected results.json of recipes/evaluate_acceptance.py (with "
-            "`drafters`, measured by decoding here and not on a server) or of recipes/smollm2-135m/demo.py."
+            f"The results hold {sorted(results)}; expected results.json of recipes/evaluate_acceptance.py, measured "
+            "by decoding here and not on a server, or of recipes/smollm2-135m/demo.py."
         )
     names = {"seen": "chats it was trained on", "unseen": "chats it never saw"}
     rows = [
         _row(names.get(name, name), report, results[name].get("after_interval")) for name, report in groups.items()
     ]
-    tokens = {report["max_new_tokens"] for report in groups.values()}
-    settings = f"Greedy decoding, {_span(tokens)} new tokens per prompt at most."
-    return CardResults(tuple(rows), settings)
+    tokens = sorted({report["max_new_tokens"] for report in groups.values()})
+    span = " to ".join(str(number) for number in dict.fromkeys((tokens[0], tokens[-1])))
+    return CardResults(tuple(rows), f"Greedy decoding, {span} new tokens per prompt at most.")
 
 
 def _read_evaluation(results: dict[str, Any], drafter: str | None) -> CardResults:
-    reports = results["drafters"]
+    reports, settings = results["drafters"], results["settings"]
     if not results.get("finished", True):
         raise ValueError(
             "The evaluation was interrupted, so its results are of a part of the prompts. Run "
@@ -334,23 +310,21 @@ def _read_evaluation(results: dict[str, Any], drafter: str | None) -> CardResult
         drafter = next(iter(reports))
     if drafter not in reports:
         raise ValueError(f"The results are of the drafters {sorted(reports)}, not of {drafter}. Name one of them.")
-    report, settings = reports[drafter], results["settings"]
+    report = reports[drafter]
     sources = report.get("by_source") or {}
     # Of some prompts every answer may have ended with its first token.
     measured = {source: part for source, part in sources.items() if part["acceptance_length"] is not None}
     rows = [_row(source, part, None) for source, part in measured.items()] if len(sources) > 1 else []
     rows.append(_row(next(iter(sources)) if len(sources) == 1 else "all", report, report.get("interval")))
-    temperature = settings["temperature"]
+    temperature, thinking = settings["temperature"], settings.get("enable_thinking")
     parts = [
-        "Greedy decoding" if not temperature else f"Sampling at temperature {temperature}, top-p {settings['top_p']}",
+        f"Sampling at temperature {temperature}, top-p {settings['top_p']}" if temperature else "Greedy decoding",
         f"{settings['max_new_tokens']} new tokens per prompt at most",
         f"target in {str(settings.get('target_dtype', settings['dtype'])).removeprefix('torch.')}",
+        *([] if thinking is None else [f"thinking {'on' if thinking else 'off'}"]),
+        *([f"on {settings['hardware']}"] if settings.get("hardware") else []),
+        f"transformers {settings['versions']['transformers']}, torch {settings['versions']['torch']}",
     ]
-    if settings.get("enable_thinking") is not None:
-        parts.append(f"thinking {'on' if settings['enable_thinking'] else 'off'}")
-    if settings.get("hardware"):
-        parts.append(f"on {settings['hardware']}")
-    parts.append(f"transformers {settings['versions']['transformers']}, torch {settings['versions']['torch']}")
     return CardResults(tuple(rows), f"{', '.join(parts)}.")
 
 
@@ -362,11 +336,6 @@ def _row(prompts: str, report: dict[str, Any], interval: Any) -> ResultRow:
     number = report["num_prompts"] if "num_prompts" in report else len(report["prompts"])
     slots = tuple(share for share in report.get("slot_acceptance", []) if share is not None)
     return ResultRow(prompts, number, length, low, high, report.get("speed_up"), slots)
-
-
-def _span(values: set[int]) -> str:
-    low, high = min(values), max(values)
-    return str(low) if low == high else f"{low} to {high}"
 
 
 def plot_results(results: CardResults, path: Path) -> None:
@@ -393,9 +362,6 @@ def plot_results(results: CardResults, path: Path) -> None:
     lengths.axvline(1, color="gray", linewidth=1)
     lengths.set(xlabel="tokens per forward of the target", xlim=(0, None), title="acceptance length")
     figure.savefig(path, dpi=120)
-
-
-# --- What a publisher adds to a drafter's card.
 
 
 @dataclass(frozen=True)
@@ -425,9 +391,6 @@ class CardOptions:
     planned: bool = False
 
 
-# --- The sections of a drafter's card, as the text that its template takes.
-
-
 THINKING = {
     None: "the chat template's own default",
     True: "thinking on",
@@ -452,77 +415,66 @@ input_ids = inputs["input_ids"]
 """
 
 
-def acceptance(results: CardResults | None, options: CardOptions, block_size: int | None) -> str:
+def _acceptance(results: CardResults | None, options: CardOptions, block_size: int | None) -> str:
     """Table, plots and settings of what was measured."""
     parts = ["**Not yet run.**" if options.planned else "**Not yet measured.**"]
     if results is not None:
-        parts = [
-            "Acceptance length: tokens committed per verification forward of the target (accepted drafts and the "
-            f"target's own next token), of at most {block_size}; 1 is what the target does alone."
-        ]
         timed = any(row.speed_up is not None for row in results.rows)
         lines = [["prompts", "number", "acceptance length", "95% interval", *(["speed-up"] if timed else [])]]
-        lines.append(["---"] * len(lines[0]))
         for row in results.rows:
             interval = "-" if row.low is None or row.high is None else f"{row.low:.2f} to {row.high:.2f}"
             cells = [row.prompts, str(row.number), f"{row.acceptance_length:.2f}", interval]
             lines.append([*cells, *(["-" if row.speed_up is None else f"{row.speed_up:.2f}"] if timed else [])])
-        parts += [_table(lines), results.settings]
+        parts = [
+            "Acceptance length: tokens committed per verification forward of the target (accepted drafts and the "
+            f"target's own next token), of at most {block_size}; 1 is what the target does alone.",
+            _table(lines),
+            results.settings,
+        ]
     if options.results_command:
-        parts.append(
-            f"{'Measured by' if results else 'It will be measured by'}\n\n{_code('bash', options.results_command)}"
-        )
-    parts += [f"![{Path(plot).stem}]({quote(plot)})" for plot in options.plots]
-    return "\n\n".join(parts)
+        measured = "Measured by" if results else "It will be measured by"
+        parts.append(f"{measured}\n\n{_code('bash', options.results_command)}")
+    return "\n\n".join([*parts, *(f"![{Path(plot).stem}]({quote(plot)})" for plot in options.plots)])
 
 
-def in_python(serving: dict[str, str], repo_id: str, target: str, hybrid: bool) -> str:
+def _in_python(serving: dict[str, str], repo_id: str, target: str, hybrid: bool) -> str:
     """Programs that decode with the drafter; for a hybrid target the one function that does."""
     if hybrid:
         return (
             "The target has recurrent layers: transformers' `generate` refuses it, and z-lab's package changes its "
             "text. `dflash_hf.generation.speculative_generate` decodes with it."
         )
-    return "\n\n".join(
-        [
-            "With transformers and dflash_hf (without it, "
-            f'`AutoModel.from_pretrained("{repo_id}", trust_remote_code=True)` loads the drafter):',
-            _code("python", python_example(serving["transformers"], target)),
-            "With z-lab's package (`pip install dflash`):",
-            _code("python", python_example(serving["z-lab"], target)),
-        ]
-    )
+    parts = [
+        "With transformers and dflash_hf (without it, "
+        f'`AutoModel.from_pretrained("{repo_id}", trust_remote_code=True)` loads the drafter):',
+        _code("python", python_example(serving["transformers"], target)),
+        "With z-lab's package (`pip install dflash`):",
+        _code("python", python_example(serving["z-lab"], target)),
+    ]
+    return "\n\n".join(parts)
 
 
-def training(facts: dict[str, Any], options: CardOptions) -> str:
+def _training(facts: dict[str, Any], options: CardOptions) -> str:
     """What the run recorded, its recipe and the command that repeats it."""
     parts = []
     if "steps" in facts:
-        parts.append(
-            _table(
-                [
-                    ["", ""],
-                    ["---", "---"],
-                    *([label, value] for label, value in _training_rows(facts, options.base_model)),
-                ]
-            )
-        )
+        parts.append(_table([("", ""), *_training_rows(facts, options.base_model)]))
     elif not options.train_command and not facts.get("recipe"):
         parts.append("No record of the run is at hand.")
-    if facts.get("recipe"):
-        recipe = dict(facts["recipe"])
+    if recipe := dict(facts.get("recipe") or {}):
         if "max_steps" in recipe:
             # It overrides the epochs.
             recipe.pop("num_train_epochs", None)
-        recipe = yaml.safe_dump(recipe, sort_keys=True).strip()
-        parts += ["Where the recipe differs from the defaults of `DFlashTrainingArguments`:", _code("yaml", recipe)]
+        text = yaml.safe_dump(recipe, sort_keys=True).strip()
+        parts += ["Where the recipe differs from the defaults of `DFlashTrainingArguments`:", _code("yaml", text)]
     if options.train_command:
         parts += [f"{'Not yet run' if options.planned else 'The command'}:", _code("bash", options.train_command)]
     return "\n\n".join(parts)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+    head, *others = rows
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *others))
 
 
 def _code(language: str, text: str) -> str:
@@ -530,12 +482,7 @@ def _code(language: str, text: str) -> str:
 
 
 def python_example(snippet: str, target: str) -> str:
-    """A snippet of [`validation.serving_commands`] as a program that runs by itself.
-
-    Args:
-        snippet: Imports in its first line, loads both models, and decodes.
-        target: The target's name in it.
-    """
+    """A snippet of [`validation.serving_commands`] (imports first, loads both models, decodes) as a whole program."""
     # As formatters write it.
     snippet = re.sub(r"\(\n\s+(.*)\n\)", r"(\1)", snippet.replace("'", '"'))
     first, *rest = snippet.splitlines()
@@ -543,16 +490,13 @@ def python_example(snippet: str, target: str) -> str:
     return "\n".join([*code, "print(tokenizer.decode(output_ids[0, input_ids.shape[1] :], skip_special_tokens=True))"])
 
 
-def sizes(checkpoint: Checkpoint) -> dict[str, Any]:
+def _sizes(checkpoint: Checkpoint) -> dict[str, Any]:
     """Fields of the template that say how large the drafter is."""
-    headers = checkpoint.headers or {}
+    headers, kinds = checkpoint.headers or {}, checkpoint.value("layer_types") or []
     number = sum(prod(shape) for _, shape in headers.values())
-    kinds = checkpoint.value("layer_types") or []
     sliding = sum(kind == "sliding_attention" for kind in kinds)
-    full = len(kinds) - sliding
-    window = checkpoint.value("sliding_window")
-    parts = [f"{full} with full attention"] if full else []
-    parts += [f"{sliding} with a window of {window} tokens"] if sliding else []
+    parts = [f"{len(kinds) - sliding} with full attention"] if len(kinds) > sliding else []
+    parts += [f"{sliding} with a window of {checkpoint.value('sliding_window')} tokens"] if sliding else []
     return {
         "block_size": checkpoint.block_size,
         "taps": ", ".join(str(tap) for tap in checkpoint.taps or []),
@@ -580,11 +524,9 @@ def _training_rows(facts: dict[str, Any], base_model: str | None) -> list[tuple[
     if data:
         manifest = data["manifest"] or {}
         of = f"; chat template `{manifest['template_hash'][:12]}`" if "template_hash" in manifest else ""
+        taken = f"{data['documents']:,}, taken for the target's own answers; digest `{data['digest'][:12]}`{of}"
         rows += [
-            (
-                "documents",
-                f"{data['documents']:,}, taken for the target's own answers; digest `{data['digest'][:12]}`{of}",
-            ),
+            ("documents", taken),
             ("tokens", f"{data['tokens']:,}, {data['supervised_tokens']:,} of them supervised"),
             ("tokens seen", f"{data['tokens_seen']:,} in {facts['epochs']:g} epochs, {facts['steps']:,} steps"),
         ]
@@ -598,7 +540,7 @@ def _training_rows(facts: dict[str, Any], base_model: str | None) -> list[tuple[
     return rows
 
 
-def limits(facts: dict[str, Any], checkpoint: Checkpoint, options: CardOptions) -> str:
+def _limits(facts: dict[str, Any], checkpoint: Checkpoint, options: CardOptions) -> str:
     """What was not trained or not measured, and what the publisher adds to that."""
     recipe, data, target = facts.get("recipe") or {}, facts.get("data"), facts.get("target") or {}
     # Documents that were tokenised before have their own, which a recipe cannot change.
@@ -606,41 +548,30 @@ def limits(facts: dict[str, Any], checkpoint: Checkpoint, options: CardOptions) 
     thinking = tokenised.get("thinking", recipe.get("enable_thinking"))
     is_known = bool(facts) and (thinking is not None or not tokenised or "thinking" in tokenised)
     mode = f"{THINKING[thinking]}; expect fewer accepted drafts otherwise." if is_known else "not recorded."
-    sentences = [
-        f"It drafts what the target writes in the way of its training data. Thinking in that data: {mode}",
-        "Languages and domains that the training data lacks were not measured.",
-    ]
-    if data:
-        sentences.append(
-            f"Trained on texts of up to {data['longest_document']:,} tokens; acceptance beyond that was not measured."
-        )
+    beside = "Beside quantised or fine-tuned weights of the target it was not measured; expect fewer accepted drafts."
     if target.get("quantised"):
-        sentences.append(
+        beside = (
             f"Trained beside the target quantised as {target['quantised']}; expect fewer accepted drafts beside "
             "other weights."
         )
-    else:
-        sentences.append(
-            "Beside quantised or fine-tuned weights of the target it was not measured; expect fewer accepted drafts."
-        )
-    sentences.append(
+    length = f"Trained on texts of up to {data['longest_document']:,} tokens; " if data else ""
+    sentences = [
+        f"It drafts what the target writes in the way of its training data. Thinking in that data: {mode}",
+        "Languages and domains that the training data lacks were not measured.",
+        *([f"{length}acceptance beyond that was not measured."] if data else []),
+        beside,
         "Quantising the drafter itself to 8 or fewer bits was not measured; it changes speed and acceptance, never "
-        "the text."
-    )
-    sentences.append(
-        f"Blocks longer than {checkpoint.block_size} were not trained; shorter ones can be set where it is served."
-    )
+        "the text.",
+        f"Blocks longer than {checkpoint.block_size} were not trained; shorter ones can be set where it is served.",
+    ]
     return "\n".join(f"- {sentence}" for sentence in [*sentences, *options.limits])
 
 
-def licence_text(license: str | None, adapted_from: str | None) -> str:
+def _licence(license: str | None, adapted_from: str | None) -> str:
     """Whose licence holds for what."""
     stated = "The publisher has not stated one" if license is None else f"`{license}`"
     base = f" That of {adapted_from} applies to the weights that it was adapted from." if adapted_from else ""
     return f"{stated}. The licence of the target applies to its outputs, on which the drafter was trained.{base}"
-
-
-# --- The model card of a drafter, made from its configuration, what the run knows and what was measured.
 
 
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
@@ -676,25 +607,23 @@ def model_card(
                 f"The card would name {name}, which is no repository of the Hub but a local path. Give the Hub id of "
                 f"{what} as {field}, or leave it out."
             )
-    named = replace(checkpoint, base_model=target)
-    serving = serving_commands(named)
+    serving = serving_commands(replace(checkpoint, base_model=target))
     model_type = (facts.get("target") or {}).get("model_type")
-    text = sizes(checkpoint) | {
+    origin = _card_origin(facts, adapted_from)
+    text = _sizes(checkpoint) | {
         "name": checkpoint.name.split("/")[-1],
         "planned": options.planned,
         "repo_id": checkpoint.name,
         "target": f"[{target}](https://huggingface.co/{target})" if target else "a target that this card cannot name",
         "target_id": target,
         "target_was_local": bool(facts.get("target")),
-        "adapted_from": _card_origin(facts, adapted_from),
-        "acceptance": acceptance(results, options, checkpoint.block_size),
+        "adapted_from": origin,
+        "acceptance": _acceptance(results, options, checkpoint.block_size),
         "serving": serving,
-        "in_python": in_python(serving, checkpoint.name, target or "TARGET", model_type in HYBRID_TYPES),
-        "training": training(facts, options),
-        "limits": limits(facts, checkpoint, options),
-        "licence_text": licence_text(
-            options.license, adapted_from or (_card_origin(facts, None) and "the first drafter")
-        ),
+        "in_python": _in_python(serving, checkpoint.name, target or "TARGET", model_type in HYBRID_TYPES),
+        "training": _training(facts, options),
+        "limits": _limits(facts, checkpoint, options),
+        "licence_text": _licence(options.license, adapted_from or (origin and "the first drafter")),
     }
     data = _metadata(checkpoint.name, target, results, options)
     return ModelCard.from_template(data, template_path=str(TEMPLATE), **text)
@@ -708,7 +637,6 @@ def _card_origin(facts: dict[str, Any], adapted_from: str | None) -> str | None:
 
 
 def _metadata(repo_id: str, target: str | None, results: CardResults | None, options: CardOptions) -> ModelCardData:
-    name = repo_id.split("/")[-1]
     evaluations = [
         EvalResult(
             task_type="text-generation",
@@ -721,10 +649,8 @@ def _metadata(repo_id: str, target: str | None, results: CardResults | None, opt
         )
         for row in (results.rows if results else ())
     ]
-    extra: dict[str, Any] = {}
-    if target:
-        # The Hub knows finetune, adapter, merge and quantized; a drafter adds weights to a base that stays as it is.
-        extra["base_model_relation"] = "adapter"
+    # The Hub knows finetune, adapter, merge and quantized; a drafter adds weights to a base that stays as it is.
+    extra: dict[str, Any] = {"base_model_relation": "adapter"} if target else {}
     return ModelCardData(
         base_model=target,
         language=list(options.languages) or None,
@@ -732,33 +658,15 @@ def _metadata(repo_id: str, target: str | None, results: CardResults | None, opt
         license=options.license,
         pipeline_tag="text-generation",
         tags=list(TAGS),
-        model_name=name if evaluations else None,
+        model_name=repo_id.split("/")[-1] if evaluations else None,
         eval_results=evaluations or None,
         **extra,
     )
 
 
-# --- A drafter as a repository of the Hub: everything that its users need, checked, and sent in one commit.
-
-
-RESULTS_NAME = "results.json"
-
-PLOT_NAME = "acceptance.png"
-
-FP32_FOLDER = "fp32"
-
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".svg", ".webp", ".gif")
-
-
 @dataclass(frozen=True)
 class Publication:
-    """A folder that is ready to be sent.
-
-    Args:
-        folder: With all files of the repository.
-        repo_id: Whose card and commands are in it.
-        report: What every reader needs of it; without errors.
-    """
+    """A folder with all files of the repository `repo_id`, and what the validator says of it."""
 
     folder: Path
     repo_id: str
@@ -822,10 +730,10 @@ def build_repository(
     try:
         drafter.save_pretrained(folder, dtype=dtype)
         if fp32:
-            drafter.save_pretrained(folder / FP32_FOLDER, dtype=torch.float32)
+            drafter.save_pretrained(folder / "fp32", dtype=torch.float32)
         for image in images:
             shutil.copy(image, folder / image.name)
-        report = _write_texts(folder, repo_id, facts, results, card_results, images, options)
+        report = _write_texts(folder, repo_id, facts, results, card_results, [i.name for i in images], options)
     except BaseException:
         # The same command must find the folder as it was.
         shutil.rmtree(folder, ignore_errors=True)
@@ -839,20 +747,20 @@ def _write_texts(
     facts: dict[str, Any] | None,
     results: dict[str, Any] | None,
     card_results: CardResults | None,
-    images: list[Path],
+    names: list[str],
     options: CardOptions,
 ) -> ValidationReport:
     """Write results, plot and card beside the drafter, and check the whole."""
-    names = [image.name for image in images]
     if card_results is not None:
         (folder / RESULTS_NAME).write_text(json.dumps(without_local_paths(results), indent=1) + "\n")
         if find_spec("matplotlib") is not None:
             plot_results(card_results, folder / PLOT_NAME)
-            names = [PLOT_NAME, *(name for name in names if name != PLOT_NAME)]
+            names = [PLOT_NAME, *names]
         else:
             logger.warning("The card has no plot of the acceptance: pip install matplotlib.")
-    card = model_card(read_folder(folder, repo_id), facts, card_results, replace(options, plots=names))
-    card.save(folder / "README.md")
+    model_card(read_folder(folder, repo_id), facts, card_results, replace(options, plots=names)).save(
+        folder / "README.md"
+    )
     report = validate_checkpoint(folder)
     if not report.ok:
         raise ValueError(f"{repo_id} is not sent, since not every reader would load it as it was trained.\n{report}")
@@ -871,11 +779,7 @@ def _check_plots(images: list[Path], taken: tuple[str, ...]) -> None:
 
 
 def check_repo_id(repo_id: str) -> None:
-    """Refuse what is not "OWNER/NAME".
-
-    Raises:
-        ValueError: Naming it.
-    """
+    """Raise a ValueError for what is not "OWNER/NAME"."""
     try:
         validate_repo_id(repo_id)
     except ValueError as error:
@@ -887,24 +791,19 @@ def check_repo_id(repo_id: str) -> None:
 
 
 def without_local_paths(value: Any) -> Any:
-    """JSON values in which every local path is cut to its last part.
-
-    Args:
-        value: A value; keys of objects are looked at too.
-    """
+    """JSON values in which every local path, in keys too, is cut to its last part."""
     if isinstance(value, dict):
-        keys = _unlike([without_local_paths(key) for key in value])
-        return {key: without_local_paths(item) for key, item in zip(keys, value.values(), strict=True)}
+        cut: dict[Any, Any] = {}
+        for key, item in value.items():
+            name = short = without_local_paths(key)
+            # Drafters in folders of one name stay apart.
+            while name in cut:
+                name = f"{short} ({2 if name == short else int(name.rsplit('(', 1)[1][:-1]) + 1})"
+            cut[name] = without_local_paths(item)
+        return cut
     if isinstance(value, list):
         return [without_local_paths(item) for item in value]
     return Path(value).name if isinstance(value, str) and _is_local_path(value) else value
-
-
-def _unlike(names: list[str]) -> list[str]:
-    """Names of which later ones are numbered where they are alike, as drafters in folders of one name are."""
-    return [
-        name if name not in names[:i] else f"{name} ({names[: i + 1].count(name)})" for i, name in enumerate(names)
-    ]
 
 
 def _is_local_path(text: str) -> bool:
@@ -922,10 +821,6 @@ def _size(number: float) -> str:
     return f"{number:.2f} GB"
 
 
-# --- Sending a drafter's repository to the Hub: what can go wrong is asked first, then all files come in one commit.
-
-
-MAIN = "main"
 # Weights of an earlier drafter, which would stay beside the new ones.
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
@@ -968,7 +863,7 @@ def publish(
     with _explained(repo_id, "asking who the token is of"):
         user = api.whoami()["name"]
     with _explained(repo_id, f"preparing it as {user}"):
-        present = _prepare(api, repo_id, private, revision or MAIN, tag)
+        present = _prepare(api, repo_id, private, revision or "main", tag)
     kept = {"README.md"} & present if keep_card else set()
     names = [name for name in publication.files if name not in kept]
     operations: list = [CommitOperationAdd(name, str(publication.folder / name)) for name in names]
@@ -1015,11 +910,9 @@ def push_drafter(
     if drafter.config.name_or_path and folder.is_dir() and _is_of(drafter, folder):
         facts = read_facts(folder) if facts is None else facts
         results = recorded_results(folder) if results is None else results
+    told: dict[str, Any] = {"facts": facts, "results": results, "options": options}
     with tempfile.TemporaryDirectory() as temporary:
-        publication = build_repository(
-            drafter, temporary, repo_id, facts=facts, results=results, options=options, dtype=dtype
-        )
-        return publish(publication, **kwargs)
+        return publish(build_repository(drafter, temporary, repo_id, dtype=dtype, **told), **kwargs)
 
 
 def _is_of(drafter: DFlashDraftModel, folder: Path) -> bool:
@@ -1042,33 +935,8 @@ def _is_of(drafter: DFlashDraftModel, folder: Path) -> bool:
     return False
 
 
-def recorded_results(folder: Path, drafter: str | None = None) -> dict[str, Any] | None:
-    """What was measured of a drafter, where its folder has it in a form that a card can tell.
-
-    Args:
-        folder: Of the drafter.
-        drafter: Its name in the results, where they are of several.
-    """
-    path = folder / RESULTS_NAME
-    if not path.is_file():
-        return None
-    try:
-        return load_results(path, drafter)
-    except ValueError as error:
-        logger.warning(f"The card has no results: {error}.")
-        return None
-
-
 def full_repo_id(name: str, token: str | bool | None = None) -> str:
-    """A repository's name with its owner, by default the token's.
-
-    Args:
-        name: "OWNER/NAME" or "NAME".
-        token: As for [`publish`].
-
-    Raises:
-        PublishError: The token does not say whose it is.
-    """
+    """ "OWNER/NAME" of a name that may lack the owner, which is then the token's."""
     if "/" in name:
         return name
     with _explained(name, "asking who the token is of"):
@@ -1093,10 +961,10 @@ def _prepare(api: HfApi, repo_id: str, private: bool | None, branch: str, tag: s
     if tag is not None and tag in [ref.name for ref in refs.tags]:
         raise PublishError(f"{repo_id} has a tag {tag} already, which others may rely on. Give another tag.")
     branches = [ref.name for ref in refs.branches]
-    source = branch if branch in branches else MAIN
+    source = branch if branch in branches else "main"
     present = set(api.list_repo_files(repo_id, revision=source)) if source in branches else set()
     _refuse_other_model(api, repo_id, source, present)
-    if branch != MAIN and branch not in branches:
+    if branch != "main" and branch not in branches:
         api.create_branch(repo_id, branch=branch)
     return present
 
@@ -1134,35 +1002,22 @@ def _explained(repo_id: str, doing: str) -> Iterator[None]:
 
 def _advice(repo_id: str, error: BaseException) -> str:
     status = error.response.status_code if isinstance(error, HfHubHTTPError) and error.response is not None else None
+    known = {
+        401: "the Hub does not accept the access token. Make one with write permission, and set HF_TOKEN or log in "
+        "with `hf auth login`.",
+        403: f"the access token may not write to {repo_id}. Give it write permission for {repo_id.split('/')[0]}, or "
+        "give a repo_id of your own.",
+        409: f"the name {repo_id} is taken by a repository that this token cannot see. Give another name.",
+    }
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if status == 401:
-        return (
-            "the Hub does not accept the access token. Make one with write permission in your settings on the Hub, "
-            "and set HF_TOKEN or log in with `hf auth login`."
-        )
-    if status == 403:
-        return (
-            f"the access token may not write to {repo_id}. Give it write permission for {repo_id.split('/')[0]}, or "
-            "give a repo_id of your own."
-        )
-    if status == 409:
-        return f"the name {repo_id} is taken by a repository that this token cannot see. Give another name."
-    return (
+    return known.get(status or 0) or (
         f"{text}. Others see all files of a commit or none, and nothing here has changed. Run the same again: what "
         "has arrived is not sent a second time."
     )
 
 
-# --- What goes to the Hub: the publishable bf16 drafter from a folder of its own, and whole checkpoints beside it.
-
-
 def write_publishable(trainer: Any, folder: Path) -> None:
-    """Write what users of a drafter load: bf16 weights in the published layout, its code and the tokenizer.
-
-    Args:
-        trainer: Whose present weights are written; the fp32 masters stay as they are.
-        folder: To write to.
-    """
+    """Write what users of a drafter load: bf16 weights in the published layout, its code and the tokenizer."""
     drafter = plain_drafter(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
     drafter.save_pretrained(folder, dtype=torch.bfloat16)
     if trainer.processing_class is not None:
@@ -1174,10 +1029,6 @@ def push_checkpoint(trainer: Any, checkpoint: Path) -> None:
 
     Both are pushed from folders of their own, which stay until then: later steps change neither, and a checkpoint may
     be rotated away meanwhile.
-
-    Args:
-        trainer: That has just written the checkpoint.
-        checkpoint: Its folder, complete.
     """
     args = trainer.args
     if not trainer.is_world_process_zero() or args.hub_strategy == HubStrategy.END:
@@ -1211,14 +1062,7 @@ def push_checkpoint(trainer: Any, checkpoint: Path) -> None:
 
 
 def build_publication(trainer: Any, folder: Path, repo_id: str, options: CardOptions | None = None) -> Publication:
-    """The repository of the present drafter, with what the run and its output folder know.
-
-    Args:
-        trainer: Whose present weights are published.
-        folder: To write to.
-        repo_id: "OWNER/NAME".
-        options: What the publisher adds to the card.
-    """
+    """The repository of a trainer's present drafter, with what the run and its output folder know."""
     output = Path(trainer.args.output_dir)
     drafter = plain_drafter(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
     plots = [path for path in sorted(output.glob("*.png")) if path.name != PLOT_NAME]
@@ -1227,12 +1071,7 @@ def build_publication(trainer: Any, folder: Path, repo_id: str, options: CardOpt
 
 
 def write_card(trainer: Any, options: CardOptions | None = None) -> None:
-    """Write the card of the present drafter into the output folder; needs no network.
-
-    Args:
-        trainer: Whose drafter it is.
-        options: What the publisher adds to the card.
-    """
+    """Write the card of a trainer's present drafter into the output folder; needs no network."""
     output = Path(trainer.args.output_dir)
     name = trainer.hub_model_id or output.absolute().name
     with tempfile.TemporaryDirectory() as folder:
@@ -1253,13 +1092,9 @@ def push_run(
     """Publish the present drafter of a run.
 
     Args:
-        trainer: The run.
-        commit_message: First line of the commit.
+        trainer: The run, whose arguments say what is not given.
+        commit_message, token, revision, private, tag: As for [`publish`].
         blocking: Whether to wait until all is sent.
-        token: Access token; by default `hub_token`, or the environment's.
-        revision: Branch; by default `hub_revision`.
-        private: Whether a new repository is private; by default `hub_private_repo`.
-        tag: Tag of the commit.
         options: What the publisher adds to the card.
 
     Returns:
@@ -1270,9 +1105,14 @@ def push_run(
         return None
     trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
     trainer._finish_current_push()
-    token = token or args.hub_token
+    sending = {
+        "token": token or args.hub_token,
+        "revision": revision or args.hub_revision,
+        "private": args.hub_private_repo if private is None else private,
+        "tag": tag,
+    }
     name = trainer.hub_model_id or args.hub_model_id or Path(args.output_dir).absolute().name
-    trainer.hub_model_id = repo_id = full_repo_id(name, token)
+    trainer.hub_model_id = repo_id = full_repo_id(name, token or args.hub_token)
     staging = Path(args.output_dir) / f"{STAGING_PREFIX}final"
     shutil.rmtree(staging, ignore_errors=True)
     try:
@@ -1283,14 +1123,7 @@ def push_run(
 
     def send() -> str:
         try:
-            return publish(
-                publication,
-                private=args.hub_private_repo if private is None else private,
-                revision=revision or args.hub_revision,
-                commit_message=commit_message,
-                tag=tag,
-                token=token,
-            )
+            return publish(publication, commit_message=commit_message, **sending)  # type: ignore[arg-type]
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
