@@ -121,7 +121,7 @@ class StepGuard(TrainerCallback):
         self._forget()
 
     def _forget(self) -> None:
-        self.in_a_row = self._settled = self._num_left_out = 0
+        self.in_a_row, self._took_a_step = 0, False
         self._left_out: list[int] = []
         self._current: list[_MicroBatch] = []
         self._pending: list[_Step] = []
@@ -179,9 +179,9 @@ class StepGuard(TrainerCallback):
     def finish(self) -> None:
         """Read every flag at the end of a run, which has to have taken a step and left finite weights."""
         self.flush()
-        if self._settled and self._num_left_out == self._settled:
+        if self.in_a_row and not self._took_a_step:
             raise NonFiniteTrainingError(
-                f"All {self._settled} steps of this run were left out, since their losses or gradients are not "
+                f"All {self.in_a_row} steps of this run were left out, since their losses or gradients are not "
                 "finite: nothing was trained. Look at the documents named above and at the target's dtype."
             )
         parameter = first_nonfinite_parameter(self.drafter)
@@ -204,15 +204,13 @@ class StepGuard(TrainerCallback):
 
     def _settle(self, count: int) -> None:
         settled, self._pending = self._pending[:count], self._pending[count:]
-        self._settled += len(settled)
         for step in settled:
-            if not step.flag.read().item():
-                self.in_a_row = 0
-                continue
-            self.in_a_row += 1
-            self._num_left_out += 1
-            self._left_out.append(step.number)
-            self._report(step)
+            if step.flag.read().item():
+                self.in_a_row += 1
+                self._left_out.append(step.number)
+                self._report(step)
+            else:
+                self.in_a_row, self._took_a_step = 0, True
 
     def _report(self, step: _Step) -> None:
         message = (

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, Trai
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 from transformers.utils import logging
 
-from .acceptance import WalkSums, walk_batch
+from .acceptance import WalkedAnswer, WalkSums, walk_batch
 from .adapting import check_continuing, check_part, check_resumed_part, is_adapter, make_trainable
 from .callbacks import (
     Interrupts,
@@ -69,21 +69,16 @@ class TrainingSums:
 
     def __init__(self, block_size: int, device: torch.device):
         self.blocks = BlockSums.zeros(block_size, device)
-        self._step = BlockSums.zeros(block_size, device)
-
-    def add(self, sums: BlockSums) -> None:
-        """Add a micro-batch of the present step."""
-        self._step.add(sums)
+        self.step = BlockSums.zeros(block_size, device)
 
     def end_step(self, left_out: torch.Tensor) -> None:
         """Keep the present step's sums, unless the step is left out, which the device knows."""
-        values = self._step.values
-        self.blocks.values += torch.where(left_out, torch.zeros_like(values), values)
-        values.zero_()
+        self.blocks.values += torch.where(left_out, torch.zeros_like(self.step.values), self.step.values)
+        self.step.values.zero_()
 
     def take(self, reduce: Reduce) -> dict[str, float]:
         """The metrics, whose loss is NaN where no step was kept; the next ones begin anew."""
-        sums = BlockSums(reduce(self.blocks.values.clone()))
+        sums = BlockSums(reduce(self.blocks.values))
         self.blocks.values.zero_()
         metrics = sums.metrics()
         return metrics if sums.values[1] > 0 else metrics | {"loss": float("nan")}
@@ -93,34 +88,22 @@ class EvaluationSums:
     """Sums of one evaluation: blocks at random anchors, and the walks of whole answers by their source."""
 
     def __init__(self, block_size: int, device: torch.device):
-        self.block_size = block_size
-        self.blocks = BlockSums.zeros(block_size, device)
+        self.block_size, self.device = block_size, device
         self.restart(None)
 
     def restart(self, dataset: Any) -> None:
         """Forget the last evaluation; the next one is of this data set, which may name its documents' sources."""
-        self.blocks.values.zero_()
+        self.blocks = BlockSums.zeros(self.block_size, self.device)
         self._sources: list[str] | None = dataset.sources if isinstance(dataset, PackedDataset) else None
         self.walk = WalkSums.zeros(self.block_size, sorted(set(self._sources or [])))
 
-    def walk_answers(
-        self, model: nn.Module, config: Any, head: FrozenHead, inputs: dict[str, Any], context: torch.Tensor
-    ) -> None:
-        """Walk the answers of a batch by [`walk_batch`]."""
-        if "supervised_runs" not in inputs:
-            logger.warning_once(
-                "The collator gives no `supervised_runs`, so no answer can be walked: the acceptance length is "
-                "that at random anchors."
-            )
-            return
-        for answer in walk_batch(model, config, head, inputs, context):
-            self.walk.add(answer, None if self._sources is None else self._sources[answer.document])
+    def add_answer(self, answer: WalkedAnswer) -> None:
+        self.walk.add(answer, None if self._sources is None else self._sources[answer.document])
 
     def metrics(self, reduce: Reduce) -> dict[str, float]:
         """Loss and acceptance as ratios of sums over all blocks and ranks."""
-        walked = reduce(self.walk.values.to(self.blocks.values.device))
-        blocks = BlockSums(reduce(self.blocks.values.clone()))
-        return blocks.metrics() | WalkSums(walked, self.walk.sources).metrics()
+        blocks, walked = reduce(self.blocks.values), reduce(self.walk.values.to(self.device))
+        return BlockSums(blocks).metrics() | WalkSums(walked, self.walk.sources).metrics()
 
 
 class SetEpoch(TrainerCallback):
@@ -294,12 +277,12 @@ class DFlashTrainer(Trainer):
             if final_states and not target_model.final_states:
                 raise ValueError(
                     f"objective={args.objective!r} compares with the target's distribution, but the FrozenTarget "
-                    "stops after its last tap. Make it with final_states=True, or pass the target's id or folder."
+                    "stops after its last tap. Make it with final_states=True."
                 )
             if args.target_model_init_kwargs:
                 raise ValueError(
                     f"target_model_init_kwargs={args.target_model_init_kwargs} has no effect on a FrozenTarget, which "
-                    "is loaded already. Pass them to FrozenTarget, or pass the target's id or folder."
+                    "is loaded already. Pass them to FrozenTarget."
                 )
             return target_model
         if not isinstance(target_model, str | Path | PreTrainedModel):
@@ -308,8 +291,9 @@ class DFlashTrainer(Trainer):
                 "model or a FrozenTarget."
             )
         device, spread = place_target(args)
-        init_kwargs = args.target_model_init_kwargs or {}
-        assert isinstance(init_kwargs, dict)  # a JSON string becomes a dict in TrainingArguments
+        init_kwargs: Any = args.target_model_init_kwargs or {}  # a JSON string became a dict in TrainingArguments
+        if isinstance(target_model, str | Path):
+            init_kwargs = {**spread, **init_kwargs}
         return FrozenTarget(
             target_model,
             self._drafter_config.target_layer_ids or [],
@@ -317,7 +301,7 @@ class DFlashTrainer(Trainer):
             compile_target=args.compile_target,
             allow_slow_target=args.allow_slow_target,
             final_states=final_states,
-            **{**(spread if isinstance(target_model, str | Path) else {}), **init_kwargs},
+            **init_kwargs,
         )
 
     def _prepare_drafter(self, drafter: DFlashDraftModel, keep_dtype: bool) -> None:
@@ -329,15 +313,12 @@ class DFlashTrainer(Trainer):
             drafter.float()
         if args.cpu_for_want_of_gpu and args.process_index == 0:
             logger.warning_once(
-                "torch finds no GPU, so target and drafter run on the CPU. If there is one, torch and its driver do "
-                "not go together: python -c 'import torch; torch.zeros(1).cuda()' says why. If it is meant, set "
-                "use_cpu=True."
+                "torch finds no GPU, so target and drafter run on the CPU. If there is one, this says why: python -c "
+                "'import torch; torch.zeros(1).cuda()'. If the CPU is meant, set use_cpu=True."
             )
         implementation = args.drafter_attn_implementation or ("flex_attention" if on_gpu else "sdpa")
         if implementation == "flex_attention" and args.device.type == "cpu":
-            raise ValueError(
-                "flex_attention has no backward on CPU; leave drafter_attn_implementation unset for sdpa."
-            )
+            raise ValueError("flex_attention has no backward on CPU; leave drafter_attn_implementation unset.")
         drafter.set_attn_implementation(implementation)
         if (on_gpu if args.compile_layers is None else args.compile_layers) and not args.torch_compile:
             compile_layers(drafter)
@@ -387,13 +368,13 @@ class DFlashTrainer(Trainer):
         """Documents of data that holds chats or documents."""
         if not isinstance(data, Dataset | list | tuple):
             raise ValueError(
-                f"The data is a {type(data).__name__}; rows are packed from known lengths, so give a "
-                "datasets.Dataset (one split), a list of documents or a PackedDataset."
+                f"The data is a {type(data).__name__}; give a datasets.Dataset (one split), a list of documents or a "
+                "PackedDataset: rows are packed from known lengths."
             )
         if len(data) == 0:
             raise ValueError("The data has no documents; expected at least one. Check the file and its filters.")
-        columns = data.column_names if isinstance(data, Dataset) else list(data[0])
-        if "messages" in columns:
+        rows = [data.column_names] if isinstance(data, Dataset) else data
+        if "messages" in rows[0]:
             if self._tokenizer is None:
                 raise ValueError(
                     "The data holds chats (a `messages` column) but no tokenizer was given. Pass the target's as "
@@ -407,7 +388,7 @@ class DFlashTrainer(Trainer):
                 eos_token_ids=self.target.eos_token_ids,
             )
             return with_sources(documents, data)
-        for index, names in enumerate([columns] if isinstance(data, Dataset) else data):
+        for index, names in enumerate(rows):
             if not {"input_ids", "supervised_spans"} <= set(names):
                 raise ValueError(
                     f"Row {index} of the data has the columns {list(names)}; expected chats (`messages`) or documents "
@@ -516,7 +497,7 @@ class DFlashTrainer(Trainer):
         context_hidden_states = context_hidden_states.to(dtype)
         given = (inputs, context_hidden_states, self.head, self.objective, args.loss_chunk_blocks, final_hidden_states)
         loss, sums, outputs = drafter_loss(model, config, *given)
-        (self._trained if model.training else self._evaluated.blocks).add(sums)
+        (self._trained.step if model.training else self._evaluated.blocks).add(sums)
         if num_items_in_batch is None:
             loss = loss / self._normalizer(inputs).clamp(min=1e-12)
         else:
@@ -580,8 +561,15 @@ class DFlashTrainer(Trainer):
         inputs = self._without_repeated_rows(self._prepare_inputs(inputs), self.args.per_device_eval_batch_size)
         with torch.no_grad(), self.compute_loss_context_manager():
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-            context = outputs["context_hidden_states"]
-            self._evaluated.walk_answers(model, self._drafter_config, self.head, inputs, context)
+            if "supervised_runs" in inputs:
+                context_hidden_states = outputs["context_hidden_states"]
+                for answer in walk_batch(model, self._drafter_config, self.head, inputs, context_hidden_states):
+                    self._evaluated.add_answer(answer)
+            else:
+                logger.warning_once(
+                    "The collator gives no `supervised_runs`, so no answer can be walked: the acceptance length is "
+                    "that at random anchors."
+                )
         return loss.detach(), None, None
 
     def evaluation_loop(  # type: ignore[override]
@@ -630,19 +618,11 @@ class DFlashTrainer(Trainer):
     def begin(self, resume_from_checkpoint: str | bool | None = None) -> Path | None:
         """Check that a run can learn and be saved, note what it is made of, and find the checkpoint it goes on from.
 
-        Args:
-            resume_from_checkpoint: What [`train`] takes.
-
-        Returns:
-            The checkpoint's folder, the same on every rank; None for a run that starts.
-
-        Raises:
-            ValueError: The loss cannot fall, or the checkpoint cannot be resumed.
-            DiskSpaceError: No checkpoint would fit.
+        Takes and raises what [`train`] does before its first step. The folder is the same on every rank; None for a
+        run that starts.
         """
         groups = [{"lr": self.args.learning_rate}] if self.optimizer is None else self.optimizer.param_groups
-        partial_training = is_adapter(self.model) or bool(self.args.trainable_modules)
-        check_can_learn(self.model, groups, partial=partial_training)
+        check_can_learn(self.model, groups, partial=is_adapter(self.model) or bool(self.args.trainable_modules))
         decided_by_main(self, lambda: prepare_output(self))
         self.run_record = run_record(self)
         folder = decided_by_main(self, lambda: resume_folder(self, resume_from_checkpoint))
@@ -679,9 +659,8 @@ class DFlashTrainer(Trainer):
 
         The signal is passed on, and may end the process before anything else is saved.
         """
-        if self.args.save_strategy != SaveStrategy.NO or self._interrupts.saves_last:
-            return
-        if self._reduce(self._interrupts.flag(self.args.device)).item():
+        writes_none = self.args.save_strategy == SaveStrategy.NO and not self._interrupts.saves_last
+        if writes_none and self._reduce(self._interrupts.flag(self.args.device)).item():
             self._save_checkpoint(self.model, None)
 
     def _end_interrupted(self) -> None:

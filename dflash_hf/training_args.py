@@ -58,84 +58,43 @@ RANGES: tuple[tuple[tuple[str, ...], float, float, str], ...] = (
 
 
 class Refusal(NamedTuple):
-    """Arguments of transformers' Trainer that may have one value alone.
-
-    Args:
-        names: The arguments.
-        taken: The value that they may have beside None; None for whatever is false.
-        reason: What another value would do, and what to do instead, after "name=value".
-    """
+    """Arguments of transformers' Trainer that may have one value alone."""
 
     names: tuple[str, ...]
-    taken: Any
-    reason: str
+    taken: Any  # the value that they may have beside None; None for whatever is false
+    reason: str  # what another value would do, and what to do instead, after "name=value"
 
 
 ONE_DRAFTER = (
-    "would cut the drafter into parts, while its checkpoints, the guard of its steps and the copies of hidden states "
-    "take it whole. Leave it out: several GPUs train one drafter by DDP (recipes/accelerate/two_pairs.yaml); to save "
-    "memory set activation_checkpointing=True or optim='adamw_torch_8bit'."
+    "would cut the drafter into parts, while checkpoints, guard and copies of hidden states take it whole. Leave it "
+    "out: several GPUs train one drafter by DDP (recipes/accelerate/two_pairs.yaml); to save memory set "
+    "activation_checkpointing=True or optim='adamw_torch_8bit'."
 )
-NO_PREDICTIONS = (
-    "is about predictions, and none are kept: evaluation adds up the loss and the acceptance. Leave it out."
-)
+NO_PREDICTIONS = "is about predictions, of which evaluation keeps none. Leave it out."
 # Before transformers makes anything of them.
 REFUSED_FIRST = (
     Refusal(("deepspeed", "fsdp", "parallelism_config"), None, ONE_DRAFTER),
-    Refusal(
-        ("use_liger_kernel",),
-        None,
-        "would put Qwen3's kernels into the drafter, which is built otherwise. Leave it out: compile_layers compiles "
-        "the drafter's layers on a GPU.",
-    ),
+    Refusal(("use_liger_kernel",), None, "would put Qwen3's kernels into the drafter. Use compile_layers."),
 )
 REFUSED = (
     Refusal(("remove_unused_columns",), None, "would drop every column before the collator. Leave it False."),
-    Refusal(
-        ("bf16_full_eval", "fp16_full_eval"),
-        None,
-        "casts the drafter itself, so that later steps would have no fp32 masters. With bf16=True evaluation runs "
-        "under autocast already.",
-    ),
-    Refusal(
-        ("enable_jit_checkpoint",),
-        None,
-        "would write a checkpoint in place, where a kill leaves half of it. Leave it False: SIGTERM and SIGINT end a "
-        "run with a checkpoint anyway.",
-    ),
+    Refusal(("bf16_full_eval", "fp16_full_eval"), None, "leaves the drafter no fp32 masters. Set bf16=True."),
+    Refusal(("enable_jit_checkpoint",), None, "writes a checkpoint in place; SIGTERM saves one anyway. Leave it out."),
     Refusal(("neftune_noise_alpha",), None, "is noise on the target's embeddings. Use context_noise in its place."),
     Refusal(("train_sampling_strategy",), "random", "has no effect: rows are shuffled from seed and epoch alone."),
     Refusal(("length_column_name",), "length", "has no effect: rows are packed from the lengths of the token ids."),
     Refusal(("label_smoothing_factor",), None, "has no effect on a drafter's objective. Leave it 0."),
     Refusal(("label_names",), ["labels"], "has no effect: the collator makes the labels of the blocks."),
     Refusal(("average_tokens_across_devices",), True, "has no effect: a loss is always normalised over all ranks."),
-    Refusal(
-        ("auto_find_batch_size",),
-        None,
-        "would start another run, with fewer rows per step, when memory runs out. Lower row_length, "
-        "max_anchors_per_row or prefetch_depth, or set activation_checkpointing=True.",
-    ),
+    Refusal(("auto_find_batch_size",), None, "would start another run, with fewer rows a step. Lower row_length."),
     Refusal(("include_for_metrics", "batch_eval_metrics"), None, NO_PREDICTIONS),
     Refusal(("eval_do_concat_batches",), True, NO_PREDICTIONS),
-    Refusal(
-        ("dataloader_in_order",),
-        True,
-        "would let batches overtake each other, so that a resumed run would skip others than were trained on.",
-    ),
+    Refusal(("dataloader_in_order",), True, "would let batches overtake each other, so that a resume skips others."),
 )
 # Of `accelerator_config`.
 REFUSED_OF_ACCELERATOR = (
-    Refusal(
-        ("split_batches", "dispatch_batches"),
-        None,
-        "would cut up one rank's batches for the others, while each rank reads its own rows here. Leave it out.",
-    ),
-    Refusal(
-        ("even_batches",),
-        True,
-        "would leave some ranks without a last batch, for which the others would wait. Leave it True: rows that are "
-        "repeated count nothing.",
-    ),
+    Refusal(("split_batches", "dispatch_batches"), None, "would cut up batches, while each rank reads its own rows."),
+    Refusal(("even_batches",), True, "would leave ranks without a last batch, for which others would wait."),
     Refusal(("use_seedable_sampler",), True, "has no effect: rows are shuffled from seed and epoch alone."),
 )
 # Arguments of [`DFlashTrainer`] that it would pass on to transformers' Trainer.
@@ -167,15 +126,8 @@ def _refuse(refusals: tuple[Refusal, ...], values: dict[str, Any], prefix: str =
 def check_before(args: Any, environment: MutableMapping[str, str] = os.environ) -> None:
     """Refuse what the parent would act on before anything else could be said, and take what the launcher says.
 
-    A launcher's mixed precision and compilation reach accelerate alone, and would leave the target, the head and the
-    record of the run with those of the arguments.
-
-    Args:
-        args: The [`DFlashTrainingArguments`] as they were given; `bf16`, `fp16` and `torch_compile` may be changed.
-        environment: Where `accelerate launch` writes its settings.
-
-    Raises:
-        ValueError: Naming the argument or variable, what it would do and what to do instead.
+    A launcher's mixed precision and compilation reach accelerate alone, by the environment, and would leave target,
+    head and the record of the run with those of the arguments.
     """
     _refuse(REFUSED_FIRST, vars(args))
     for name in SHARDING_VARIABLES:
@@ -194,15 +146,7 @@ def check_before(args: Any, environment: MutableMapping[str, str] = os.environ) 
 
 
 def check_scripted(args: Any, has_evaluation_data: bool) -> None:
-    """Refuse what transformers leaves to scripts and a recipe does not do, and evaluations of nothing.
-
-    Args:
-        args: The [`DFlashTrainingArguments`].
-        has_evaluation_data: Whether there is anything to evaluate on.
-
-    Raises:
-        ValueError: Naming the argument and what to do instead.
-    """
+    """Refuse what transformers leaves to scripts and a recipe does not do, and evaluations of nothing."""
     if args.do_predict:
         raise ValueError(
             "do_predict=True: this recipe predicts nothing. Use recipes/evaluate_acceptance.py afterwards."
@@ -217,15 +161,7 @@ def check_scripted(args: Any, has_evaluation_data: bool) -> None:
 
 
 def check_trainer_options(given: dict[str, Any], args: Any) -> None:
-    """Refuse arguments of transformers' Trainer that would have no effect.
-
-    Args:
-        given: What [`DFlashTrainer`] was given beyond its own arguments.
-        args: The [`DFlashTrainingArguments`].
-
-    Raises:
-        ValueError: Naming the argument and what to do instead.
-    """
+    """Refuse what [`DFlashTrainer`] was given beyond its own arguments and would have no effect."""
     for name, reason in REFUSED_OF_TRAINER.items():
         if given.get(name) is not None:
             raise ValueError(f"{name} {reason}")
