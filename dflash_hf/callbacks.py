@@ -133,10 +133,14 @@ class StepGuard(TrainerCallback):
         self._hook = optimizer.register_step_pre_hook(self._before_step)
 
     def see(
-        self, context: torch.Tensor, documents: list[list[int]], lengths: list[list[int]], training: bool = True
+        self,
+        context_hidden_states: torch.Tensor,
+        documents: list[list[int]],
+        lengths: list[list[int]],
+        training: bool = True,
     ) -> None:
         """Remember a micro-batch's hidden states `[B, T, K * D]` by one sum per token."""
-        seen = _MicroBatch(documents, lengths, context.detach().sum(-1, dtype=torch.float32))
+        seen = _MicroBatch(documents, lengths, context_hidden_states.detach().sum(-1, dtype=torch.float32))
         (self._current if training else self.evaluated).append(seen)
 
     def marked(self, loss: torch.Tensor) -> torch.Tensor:

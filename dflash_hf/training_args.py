@@ -349,8 +349,10 @@ class DFlashTrainingArguments(TrainingArguments):
                 "given, or nothing would be trained."
             )
         choices = {"target_layout": LAYOUTS, "feature_copies": FEATURE_COPIES}
-        for name, taken in {**choices, "drafter_attn_implementation": ATTENTION}.items():
-            if values[name] not in (None, *taken):
+        if self.drafter_attn_implementation is not None:
+            choices["drafter_attn_implementation"] = ATTENTION
+        for name, taken in choices.items():
+            if values[name] not in taken:
                 raise ValueError(f"{name}={values[name]!r} must be one of {', '.join(taken)}.")
         unknown = sorted(set(self.allow_resume_changes or []) - set(CHANGES))
         if unknown:
