@@ -22,8 +22,7 @@ from .configuration_dflash import DFlashDraftConfig
 from .data_collator import IGNORE_INDEX, DataCollatorForDFlash
 from .frozen_target import FrozenHead, FrozenTarget
 from .generation import check_drafter, evaluation_mode, speculative_generate, stop_token_ids
-from .losses import CHUNK_LOGITS
-from .masking import block_position_ids, training_masks
+from .losses import CHUNK_LOGITS, draft_blocks
 from .modeling_dflash import DFlashDraftModel
 from .packing import Documents, PackedDataset, document_lengths
 from .serving import ServerReport, or_none
@@ -193,16 +192,7 @@ def _draft(
     anchors: torch.Tensor,
 ) -> torch.Tensor:
     """The drafter's output `[B, A * b, D]` for the blocks at some anchors of a batch, as in training."""
-    mask_token_id, block_size = config.mask_token_id, config.block_size
-    assert mask_token_id is not None and block_size is not None  # the configuration refuses that
-    anchor_ids = batch["input_ids"].gather(1, anchors.clamp(min=0))
-    noise_embeds = head.noise_embeds(anchor_ids, mask_token_id, block_size).to(context_hidden_states.dtype)
-    return drafter(
-        noise_embeds=noise_embeds,
-        context_hidden_states=context_hidden_states,
-        attention_mask=training_masks(config, anchors, batch["document_ids"], noise_embeds.dtype),
-        position_ids=block_position_ids(batch["position_ids"], anchors, block_size),
-    ).last_hidden_state
+    return draft_blocks(drafter, config, head, batch, context_hidden_states, anchors).last_hidden_state
 
 
 def walk_documents(

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""While a run goes on: signals that end it, steps that are not finite, profiles."""
+"""What watches a run: steps that are not finite are left out, signals end it with a checkpoint, some are profiled."""
 
-import ctypes
 import json
 import math
 import multiprocessing
@@ -10,10 +9,9 @@ import signal
 import sys
 import threading
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,33 +20,42 @@ import torch
 from accelerate import PartialState
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
-from torch.distributed.launcher.api import LaunchConfig
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, schedule
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 from transformers.utils import logging
 
 
-# --- Numbers of the device that the host reads later, when they have long arrived.
+logger = logging.get_logger(__name__)
+
+# Documents or parameters named in a message; a step may hold hundreds.
+MAX_NAMED = 20
+RESUME = "Resume from the last checkpoint; only finite weights are saved."
+# EX_TEMPFAIL of sysexits.h: nothing is wrong, start again to go on.
+INTERRUPTED_STATUS = 75
+# The last is what a terminal sends when it is closed.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# Ends the thread that reads signals; no signal has this number.
+NO_MORE = b"\0"
+# A launcher and its ranks often get the same signal, and the launcher passes its own on: within this many seconds it
+# is one request.
+SAME_REQUEST_S = 1.0
+# torch.distributed.elastic, by which `accelerate launch` starts several ranks, sets the first for each. The second is
+# how long it waits between passing SIGTERM on and killing, by default the third.
+LAUNCHED = "TORCHELASTIC_RUN_ID"
+GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+GRACE_SECONDS = 30
+# The rate at which weights went from an H200 into a file; half of the grace is left for the steps that end first.
+BYTES_PER_SECOND = 1e9
 
 
 class HostCopy:
-    """A copy of a small tensor on its way to the host, which waits only if it is read before it has arrived.
-
-    Args:
-        tensor (`torch.Tensor`): On any device; of a CPU tensor the copy is there at once.
-    """
+    """A copy of a small tensor on its way to the host, which waits only if it is read before it has arrived."""
 
     def __init__(self, tensor: torch.Tensor):
-        self._event: torch.cuda.Event | None = None
-        if tensor.device.type == "cuda":
-            # Only a copy into pinned memory leaves the host free to queue the next kernels.
-            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._tensor.copy_(tensor.detach(), non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(tensor.device))
-        else:
-            self._tensor = tensor.detach().to("cpu", copy=True)
+        # From a GPU it goes into pinned memory, which leaves the host free to queue the next kernels.
+        self._tensor = tensor.detach().to("cpu", non_blocking=True, copy=True)
+        self._event = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
 
     @property
     def is_immediate(self) -> bool:
@@ -62,13 +69,7 @@ class HostCopy:
         return self._tensor
 
 
-# --- Guards against training in vain: steps that are not finite, and a loss that cannot fall.
-
-
-logger = logging.get_logger(__name__)
-
-# Documents named in a message; a step may hold hundreds.
-MAX_NAMED = 20
+# --- Steps that are not finite, and losses that cannot fall.
 
 
 class NonFiniteTrainingError(RuntimeError):
@@ -98,11 +99,13 @@ class _MicroBatch:
 class _Step:
     number: int
     flag: HostCopy
-    micro_batches: list[_MicroBatch] = field(default_factory=list)
+    micro_batches: list[_MicroBatch]
 
 
 class StepGuard(TrainerCallback):
     """Leaves out every step whose loss or gradients are not finite, names it, and stops after too many in a row.
+
+    The device decides over a step, and the host reads that decision a step later, so that it never waits.
 
     Args:
         drafter (`nn.Module`): Whose parameters are looked at once a step was left out.
@@ -112,20 +115,32 @@ class StepGuard(TrainerCallback):
 
     def __init__(self, drafter: nn.Module, max_in_a_row: int, scaled: bool = False):
         self.drafter, self.max_in_a_row, self.scaled = drafter, max_in_a_row, scaled
-        self.in_a_row = 0
-        self.left_out: list[int] = []
         self.evaluated: list[_MicroBatch] = []
-        self._settled = self._num_left_out = 0
         self._flag: torch.Tensor | None = None
+        self._hook: Any = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self.in_a_row, self._took_a_step = 0, False
+        self._left_out: list[int] = []
         self._current: list[_MicroBatch] = []
         self._pending: list[_Step] = []
-        self._hook: Any = None
+
+    def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+        self._forget()
+        if isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
+        self._hook = optimizer.register_step_pre_hook(self._before_step)
 
     def see(
-        self, context: torch.Tensor, documents: list[list[int]], lengths: list[list[int]], training: bool = True
+        self,
+        context_hidden_states: torch.Tensor,
+        documents: list[list[int]],
+        lengths: list[list[int]],
+        training: bool = True,
     ) -> None:
         """Remember a micro-batch's hidden states `[B, T, K * D]` by one sum per token."""
-        seen = _MicroBatch(documents, lengths, context.detach().sum(-1, dtype=torch.float32))
+        seen = _MicroBatch(documents, lengths, context_hidden_states.detach().sum(-1, dtype=torch.float32))
         (self._current if training else self.evaluated).append(seen)
 
     def marked(self, loss: torch.Tensor) -> torch.Tensor:
@@ -136,55 +151,11 @@ class StepGuard(TrainerCallback):
         return loss * torch.where(finite, 1.0, float("nan"))
 
     def judge(self, grad_norm: torch.Tensor | float, step: int) -> torch.Tensor:
-        """Whether a step is left out, on the device, from the norm of its summed gradients.
-
-        Args:
-            grad_norm: As Trainer computed it, the same on every rank.
-            step: The step's number, from 1.
-        """
+        """Whether a step (counted from 1) is left out, on the device, from the norm of its summed gradients."""
         self._flag = ~torch.isfinite(torch.as_tensor(grad_norm).detach())
         self._pending.append(_Step(step, HostCopy(self._flag), self._current))
         self._current = []
         return self._flag
-
-    def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
-        if isinstance(optimizer, AcceleratedOptimizer):
-            optimizer = optimizer.optimizer
-        self._hook = optimizer.register_step_pre_hook(self._before_step)
-        self.in_a_row, self.left_out, self._settled, self._num_left_out = 0, [], 0, 0
-
-    def finish(self) -> None:
-        """Read every flag at the end of a run, which has to have taken a step and left finite weights.
-
-        Raises:
-            NonFiniteTrainingError: All its steps were left out, or the last one spoilt the weights.
-        """
-        self.flush()
-        if self._settled and self._num_left_out == self._settled:
-            raise NonFiniteTrainingError(
-                f"All {self._settled} steps of this run were left out, since their losses or gradients are not "
-                "finite: nothing was trained. Look at the documents named above and at the target's dtype."
-            )
-        parameter = first_nonfinite_parameter(self.drafter)
-        if parameter is not None:
-            raise NonFiniteTrainingError(
-                f"The run ended with a drafter whose {parameter} is not finite. Resume from the last checkpoint; "
-                "checkpoints are written of finite weights only."
-            )
-
-    def report_evaluation(self, loss: float) -> None:
-        """Name the documents of an evaluation whose loss is not finite, and forget what was seen of it."""
-        if not math.isfinite(loss):
-            broken = [document for batch in self.evaluated for document in batch.broken_documents()]
-            whose = f"not finite in {_named(broken)} of those evaluated" if broken else "finite in this process"
-            logger.warning(f"The loss of the evaluation is not finite: the target's hidden states are {whose}.")
-        self.evaluated.clear()
-
-    def close(self) -> None:
-        """Let go of the optimizer and of what was remembered."""
-        if self._hook is not None:
-            self._hook.remove()
-        self._hook, self._current, self._pending = None, [], []
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._flag is None or self.scaled:
@@ -201,29 +172,49 @@ class StepGuard(TrainerCallback):
         self._settle(len(self._pending) - keep)
 
     def flush(self) -> None:
-        """Read every flag, waiting for the device.
-
-        Raises:
-            NonFiniteTrainingError: As for any step.
-        """
+        """Read every flag, waiting for the device."""
         self._settle(len(self._pending))
 
     def take_left_out(self) -> list[int]:
         """The steps left out since this was last asked."""
-        steps, self.left_out = self.left_out, []
+        steps, self._left_out = self._left_out, []
         return steps
+
+    def finish(self) -> None:
+        """Read every flag at the end of a run, which has to have taken a step and left finite weights."""
+        self.flush()
+        if self.in_a_row and not self._took_a_step:
+            raise NonFiniteTrainingError(
+                f"All {self.in_a_row} steps of this run were left out, since their losses or gradients are not "
+                "finite: nothing was trained. Look at the documents named above and at the target's dtype."
+            )
+        parameter = first_nonfinite_parameter(self.drafter)
+        if parameter is not None:
+            raise NonFiniteTrainingError(f"The run ended with a drafter whose {parameter} is not finite. {RESUME}")
+
+    def report_evaluation(self, loss: float) -> None:
+        """Name the documents of an evaluation whose loss is not finite, and forget what was seen of it."""
+        if not math.isfinite(loss):
+            broken = [document for batch in self.evaluated for document in batch.broken_documents()]
+            whose = f"not finite in {_named(broken)} of those evaluated" if broken else "finite in this process"
+            logger.warning(f"The loss of the evaluation is not finite: the target's hidden states are {whose}.")
+        self.evaluated.clear()
+
+    def close(self) -> None:
+        """Let go of the optimizer and of what was remembered."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook, self._current, self._pending = None, [], []
 
     def _settle(self, count: int) -> None:
         settled, self._pending = self._pending[:count], self._pending[count:]
-        self._settled += len(settled)
         for step in settled:
-            if not step.flag.read().item():
-                self.in_a_row = 0
-                continue
-            self.in_a_row += 1
-            self._num_left_out += 1
-            self.left_out.append(step.number)
-            self._report(step)
+            if step.flag.read().item():
+                self.in_a_row += 1
+                self._left_out.append(step.number)
+                self._report(step)
+            else:
+                self.in_a_row, self._took_a_step = 0, True
 
     def _report(self, step: _Step) -> None:
         message = (
@@ -232,14 +223,13 @@ class StepGuard(TrainerCallback):
         parameter = first_nonfinite_parameter(self.drafter)
         if parameter is not None:
             raise NonFiniteTrainingError(
-                f"{message} The drafter's own {parameter} is not finite, so no later step can be. Resume from the "
-                "last checkpoint; checkpoints are written of finite weights only."
+                f"{message} The drafter's own {parameter} is not finite, so no later step can be. {RESUME}"
             )
         if self.in_a_row >= self.max_in_a_row:
             raise NonFiniteTrainingError(
-                f"{message} It is the last of {self.in_a_row} in a row (max_nonfinite_steps={self.max_in_a_row}), so "
-                "the run stops; weights and checkpoints are those from before. Look at the named documents and at "
-                "the target's dtype, or lower the learning rate."
+                f"{message} It is the last of {self.in_a_row} in a row (max_nonfinite_steps={self.max_in_a_row}): "
+                "stopping; weights and checkpoints are unchanged since the last good step. Look at the named "
+                "documents and at the target's dtype, or lower the learning rate."
             )
         logger.warning(f"{message} {self.in_a_row} in a row; {self.max_in_a_row} stop the run.")
 
@@ -248,8 +238,7 @@ def _blame(batches: list[_MicroBatch]) -> str:
     broken = [document for batch in batches for document in batch.broken_documents()]
     if broken:
         return f"The target's hidden states are not finite in {_named(broken)}."
-    lost = [batch for batch in batches if batch.loss_is_finite is not None]
-    lost = [batch for batch in lost if not batch.loss_is_finite.item()]  # type: ignore[union-attr]
+    lost = [batch for batch in batches if batch.loss_is_finite is not None and not batch.loss_is_finite.item()]
     documents = [d for batch in lost or batches for row in batch.documents for d in row]
     what = "The loss is not finite" if lost else "The losses of this process are finite; the step trained here"
     return f"{what} on {_named(documents)}."
@@ -269,33 +258,30 @@ def first_nonfinite_parameter(model: nn.Module) -> str | None:
 
 
 def check_can_learn(drafter: nn.Module, groups: list[dict[str, Any]], partial: bool = False) -> None:
-    """Raises for a loss that cannot fall, whatever the data; warns of parameters that are frozen.
+    """Raises ValueError for a loss that cannot fall, whatever the data; warns of parameters that are frozen.
 
     Args:
         drafter: The model to be trained.
         groups: Of the optimizer: `lr` (or `initial_lr`, before the schedule), and `params` where it exists already.
         partial: Whether a part of the drafter was meant to be frozen.
-
-    Raises:
-        ValueError: Every learning rate is 0, no parameter requires a gradient, or the optimizer has none of them.
     """
     if not any(group.get("initial_lr", group["lr"]) for group in groups):
         raise ValueError(
             "The learning rate is 0, so no step would change the drafter. Set learning_rate (the paper: 6e-4), or "
-            "call evaluate() if nothing is to be trained."
+            "call evaluate() to train nothing."
         )
     named = dict(drafter.named_parameters())
     frozen = [name for name, parameter in named.items() if not parameter.requires_grad]
     if len(frozen) == len(named):
         raise ValueError(
             f"None of the drafter's {len(named)} parameters requires a gradient, so no step would change it. Call "
-            "drafter.requires_grad_(True), or freeze fewer of them."
+            "drafter.requires_grad_(True)."
         )
     held = {id(parameter) for group in groups for parameter in group.get("params", named.values())}
     if not any(id(parameter) in held for parameter in named.values() if parameter.requires_grad):
         raise ValueError(
-            "The optimizer holds none of the drafter's parameters that require a gradient, so no step would change "
-            "them. Make it from drafter.parameters(), or leave it out."
+            "The optimizer holds none of the drafter's parameters that require a gradient. Make it from "
+            "drafter.parameters(), or leave it out."
         )
     if frozen and not partial:
         logger.warning(
@@ -304,149 +290,7 @@ def check_can_learn(drafter: nn.Module, groups: list[dict[str, Any]], partial: b
         )
 
 
-# --- The end of the launcher, which a run notices although nobody tells it.
-
-
-_PR_SET_PDEATHSIG = 1
-# Scripts and modules.
-_LAUNCHERS = (
-    "accelerate-launch",
-    "accelerate.commands.launch",
-    "torchrun",
-    "torch.distributed.run",
-    "torch.distributed.launch",
-)
-
-_WITH_COMMANDS = ("accelerate", "accelerate.commands.accelerate_cli")
-# Nobody else sends it, so it is not taken for a second SIGTERM. None where the kernel sends nothing.
-LAUNCHER_ENDED = signal.SIGRTMIN if sys.platform == "linux" else None
-
-
-def watch_launcher() -> bool:
-    """Have the kernel send [`LAUNCHER_ENDED`] to this process when the launcher that started it ends, or has ended.
-
-    Returns:
-        Whether it will; not where something else started it, or outside Linux.
-
-    Raises:
-        OSError: The kernel refused.
-    """
-    if LAUNCHER_ENDED is None:
-        return False
-    process, parent, is_launched = _AT_START
-    if process != os.getpid():
-        # Forked since.
-        _, parent, is_launched = _started_by()
-    if not is_launched:
-        return False
-    _signal_at_end_of_parent(LAUNCHER_ENDED)
-    if os.getppid() != parent:
-        signal.raise_signal(LAUNCHER_ENDED)
-    return True
-
-
-def forget_launcher() -> None:
-    """Take back what [`watch_launcher`] asked for."""
-    _signal_at_end_of_parent(0)
-
-
-def _signal_at_end_of_parent(number: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "the kernel does not tell of the end of the launcher (PR_SET_PDEATHSIG)")
-
-
-def _is_launcher(process: int) -> bool:
-    try:
-        words = Path(f"/proc/{process}/cmdline").read_text(errors="replace").split("\0")
-    except OSError:
-        # It is gone, or another user's.
-        return False
-    return is_launcher_command(words)
-
-
-def is_launcher_command(words: list[str]) -> bool:
-    """Whether a command line is that of a process that starts the ranks of a run and waits for them."""
-    program = _python_program(words)
-    return program in _LAUNCHERS or (program in _WITH_COMMANDS and "launch" in words)
-
-
-def _python_program(words: list[str]) -> str:
-    """The script or module that a command line of Python runs; empty for another command."""
-    if not Path(words[0]).name.startswith("python"):
-        return ""
-    rest = iter(words[1:])
-    for word in rest:
-        if not word.startswith("-"):
-            return Path(word).name
-        if word.endswith("m"):
-            return next(rest, "")
-        if word.endswith("c"):
-            return ""
-        if word in ("-W", "-X"):
-            next(rest, "")
-    return ""
-
-
-def _started_by() -> tuple[int, int, bool]:
-    """This process, the one that started it, and whether that is a launcher."""
-    parent = os.getppid()
-    return os.getpid(), parent, _is_launcher(parent)
-
-
-# By the time that training begins, the launcher of a run that loads a target may be gone.
-_AT_START = _started_by()
-
-
-# --- SIGTERM, SIGINT, SIGHUP or the launcher's end end a run after a step, with a checkpoint, the same on every rank.
-
-
-# EX_TEMPFAIL of sysexits.h: nothing is wrong, start again to go on.
-INTERRUPTED_STATUS = 75
-# The last is what a terminal sends when it is closed.
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# No signal has this number.
-NO_MORE = b"\0"
-# A launcher and its ranks often get the same signal, and the launcher passes its own on: within this many seconds it
-# is one request.
-SAME_REQUEST_S = 1.0
-
-
-def spare_workers(dataloader: Any) -> Any:
-    """Make the workers of a DataLoader outlive a signal that a scheduler sends to all processes of a run.
-
-    The step that is running needs its batches, and torch ends the run with an error as soon as one of its workers has
-    died of a signal. This holds for forked workers, which are the default on Linux up to Python 3.13. Workers end with
-    the loader, when the process that made them says so, or when it is gone.
-
-    Args:
-        dataloader: A DataLoader that accelerate has prepared; it is changed and returned.
-    """
-    initialise = partial(_ignore_signals, dataloader.worker_init_fn)
-    # Accelerate's own holds one of torch's, which makes the workers, and passes its arguments on when batches of a
-    # resumed run are skipped.
-    dataloader.worker_init_fn = dataloader.base_dataloader.worker_init_fn = initialise
-    return dataloader
-
-
-def _ignore_signals(initialise: Callable[[int], None] | None, worker_id: int) -> None:
-    if initialise is not None:
-        initialise(worker_id)
-    parent = multiprocessing.parent_process()
-    # A worker that was not forked has threads of libraries by now, which would take the signal; it stays as it is.
-    if parent is None or sys.platform != "linux" or len(os.listdir("/proc/self/task")) > 1:
-        return
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    # The process that made the worker ends it by SIGTERM where it cannot ask, so it depends on the sender.
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    threading.Thread(target=_end_for_parent, args=(parent.pid,), daemon=True).start()
-
-
-def _end_for_parent(parent: int | None) -> None:
-    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent:
-        pass
-    os._exit(0)
+# --- Signals.
 
 
 class TrainingInterrupted(SystemExit):
@@ -458,7 +302,7 @@ class TrainingInterrupted(SystemExit):
 
 
 class Interrupts(TrainerCallback):
-    """Waits for signals during training and ends it after the step in which every rank knows of one.
+    """Ends training after the step in which every rank knows of a SIGTERM, SIGINT or SIGHUP.
 
     Args:
         world_size (`int`): Ranks of the run. A single one knows at once; several add up a number in each step.
@@ -466,58 +310,47 @@ class Interrupts(TrainerCallback):
 
     def __init__(self, world_size: int = 1):
         self.world_size = world_size
+        self._evaluates_epochs = False
+        self._forget()
+
+    def _forget(self) -> None:
         self.received: signal.Signals | None = None
         self.stopping = self.evaluation_is_due = self.saves_last = False
-        self._evaluates_epochs = False
         self._first: float | None = None
         self._agreed: HostCopy | None = None
-        self._before: dict[signal.Signals, Any] = {}
-        self._wakeup_before = -1
-        self._pipe: tuple[int, int] | None = None
-        self._thread: threading.Thread | None = None
-        self._watches_launcher = False
 
-    def install(self) -> None:
-        """Take over the signals until [`remove`] (in the main thread; elsewhere they stay as they are)."""
-        self.received, self._first, self._agreed = None, None, None
-        self.stopping = self.evaluation_is_due = self.saves_last = False
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """Take over the signals (in the main thread; elsewhere they stay as they are).
+
+        A signal that came too late to end the run (in its last step, say) is passed on to whoever handles it then.
+        """
+        self._forget()
         if threading.current_thread() is not threading.main_thread():
-            logger.warning("Training runs outside the main thread, where signals cannot be handled: none is.")
+            logger.warning("Training runs outside the main thread, where Python handles no signals: none is handled.")
+            yield
             return
         # Python runs a handler only between two instructions of the main thread, which may hang in a collective; the
         # byte that the interpreter writes for each signal is read by a thread, so that a second signal always ends it.
-        self._pipe = os.pipe()
-        os.set_blocking(self._pipe[1], False)
-        self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        for number in SIGNALS if LAUNCHER_ENDED is None else (*SIGNALS, LAUNCHER_ENDED):
-            # A run under nohup outlives its terminal.
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                self._before[number] = signal.signal(number, lambda *_: None)
-        self._thread = threading.Thread(target=self._read, args=(self._pipe[0],), name="interrupts", daemon=True)
-        self._thread.start()
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        wakeup_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        # A run under nohup outlives its terminal.
+        taken = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+        before = {number: signal.signal(number, lambda *_: None) for number in taken}
+        thread = threading.Thread(target=self._read, args=(reader,), name="interrupts", daemon=True)
+        thread.start()
         try:
-            self._watches_launcher = watch_launcher()
-        except OSError as error:
-            logger.warning(f"The run goes on after the end of a launcher that passes no signal on ({error}).")
-
-    def remove(self) -> None:
-        """Give the signals back."""
-        if self._pipe is None:
-            return
-        if self._watches_launcher:
-            forget_launcher()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._wakeup_before)
-        # Closing the pipe would not end the thread: processes that were forked meanwhile hold its other end too.
-        os.write(self._pipe[1], NO_MORE)
-        if self._thread is not None:
-            self._thread.join()
-        os.close(self._pipe[1])
-        self._before, self._pipe, self._thread = {}, None, None
-
-    def pass_on(self) -> None:
-        """Send a signal that came too late to end the run (in its last step, say) to whoever handles it now."""
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(wakeup_before)
+            # Closing the pipe would not end the thread: processes that were forked meanwhile hold its other end too.
+            os.write(writer, NO_MORE)
+            thread.join()
+            os.close(writer)
+            os.close(reader)
         if self.received is not None and not self.stopping:
             signal.raise_signal(self.received)
 
@@ -525,20 +358,11 @@ class Interrupts(TrainerCallback):
         while (number := os.read(descriptor, 1)) != NO_MORE:
             if number[0] in SIGNALS:
                 self._receive(signal.Signals(number[0]))
-            elif number[0] == LAUNCHER_ENDED and self.received is None:
-                # After a signal of its own, such as one from the keyboard, this says nothing new. A signal that
-                # comes later is the first one that somebody sends to this process.
-                self.received = signal.SIGTERM
-                logger.warning(
-                    "The launcher has ended, by a signal that it did not pass on: training ends after this step with "
-                    f"a checkpoint and status {INTERRUPTED_STATUS}."
-                )
-        os.close(descriptor)
 
     def _receive(self, number: signal.Signals) -> None:
         now = time.monotonic()
         if self._first is None:
-            self._first, self.received = now, self.received or number
+            self._first, self.received = now, number
             logger.warning(
                 f"{number.name}: training ends after this step with a checkpoint and status {INTERRUPTED_STATUS}. "
                 "Send it once more to end at once."
@@ -554,16 +378,15 @@ class Interrupts(TrainerCallback):
         """Take the sum of the flags, which the host reads at the end of the step, when it has long arrived."""
         self._agreed = HostCopy(total)
 
-    def _is_agreed(self) -> bool:
-        if self.world_size == 1:
-            return self.received is not None
-        return self._agreed is not None and self._agreed.read().item() > 0
-
     def on_train_begin(self, args, state, control, **kwargs):
         self._evaluates_epochs = args.eval_strategy == IntervalStrategy.EPOCH
 
     def on_step_end(self, args, state, control, **kwargs):
-        if not self._is_agreed():
+        if self.world_size == 1:
+            is_agreed = self.received is not None
+        else:
+            is_agreed = self._agreed is not None and self._agreed.read().item() > 0
+        if not is_agreed:
             return
         control.should_save = True
         # After the last step the run ends by itself.
@@ -592,18 +415,40 @@ class Interrupts(TrainerCallback):
             raise TrainingInterrupted(state.global_step)
 
 
-# --- How processes that train together end: together after a success, and at once after an error of one of them.
+def spare_workers(dataloader: Any) -> Any:
+    """Make the workers of a DataLoader outlive a signal that a scheduler sends to all processes of a run.
+
+    The step that is running needs its batches, and torch ends the run with an error as soon as one of its workers has
+    died of a signal. This holds for forked workers, which are the default on Linux up to Python 3.13. Workers end with
+    the loader, when the process that made them says so, or when it is gone. `dataloader` is one that accelerate has
+    prepared; it is changed and returned.
+    """
+    initialise = partial(_ignore_signals, dataloader.worker_init_fn)
+    # Accelerate's own holds one of torch's, which makes the workers, and passes its arguments on when batches of a
+    # resumed run are skipped.
+    dataloader.worker_init_fn = dataloader.base_dataloader.worker_init_fn = initialise
+    return dataloader
 
 
-# torch.distributed.elastic, by which `accelerate launch` starts several ranks, sets the first for each. The second is
-# how long it waits between passing SIGTERM on and killing.
-LAUNCHED = "TORCHELASTIC_RUN_ID"
+def _ignore_signals(initialise: Callable[[int], None] | None, worker_id: int) -> None:
+    if initialise is not None:
+        initialise(worker_id)
+    parent = multiprocessing.parent_process()
+    # A worker that was not forked has threads of libraries by now, which would take the signal; it stays as it is.
+    if parent is None or sys.platform != "linux" or len(os.listdir("/proc/self/task")) > 1:
+        return
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    # The process that made the worker ends it by SIGTERM where it cannot ask, so it depends on the sender.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
-GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    def end_for_parent() -> None:
+        while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent.pid:
+            pass
+        os._exit(0)
 
-GRACE_SECONDS = 30.0
-# By which weights went from an H200 into a file; half of the grace is left for the steps that end first.
-BYTES_PER_SECOND = 1e9
+    threading.Thread(target=end_for_parent, daemon=True).start()
 
 
 @contextmanager
@@ -621,18 +466,13 @@ def end_together() -> Iterator[None]:
 
 
 def tell_of_grace(checkpoint_bytes: int) -> None:
-    """Warn of a launcher that may kill its ranks before a checkpoint is written, once it has passed SIGTERM on.
-
-    Args:
-        checkpoint_bytes: What a checkpoint takes.
-    """
-    # Of the launcher that this torch has; earlier ones wait as long as they do.
-    grace = float(vars(LaunchConfig(1, 1, 1)).get("shutdown_timeout", GRACE_SECONDS))
+    """Warn of a launcher that may kill its ranks before a checkpoint is written, once it has passed SIGTERM on."""
+    grace = int(os.environ.get(GRACE, GRACE_SECONDS))
     if LAUNCHED in os.environ and checkpoint_bytes / BYTES_PER_SECOND > grace / 2:
         logger.warning(
-            f"A checkpoint takes {checkpoint_bytes / 1e9:.1f} GB, and the launcher kills its ranks {grace:g} s after "
-            "it gets SIGTERM, within which up to two steps end and the checkpoint is written. Give it more with "
-            f"{GRACE}=300 in its environment (torch 2.13 reads it, 2.11 does not), or send SIGTERM to the ranks."
+            f"A checkpoint takes {checkpoint_bytes / 1e9:.1f} GB, and the launcher kills its ranks {grace} s after it "
+            f"gets SIGTERM, within which up to two steps end and the checkpoint is written. Set {GRACE}=300 in its "
+            "environment (torch 2.13 reads it, 2.11 does not), or send SIGTERM to the ranks."
         )
 
 
@@ -653,37 +493,39 @@ class ProfileCallback(TrainerCallback):
 
     def __init__(self, folder: str | Path, num_steps: int, start: int = 5):
         self.folder = Path(folder)
-        self.start, self.stop = start, start + num_steps
+        self.start, self.num_steps = start, num_steps
         self._profile: profile | None = None
 
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.start and state.is_world_process_zero:
-            activities = [ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                activities = [ProfilerActivity.CUDA]
-            self._profile = profile(activities=activities)
+    def on_train_begin(self, args, state, control, **kwargs):
+        wait = self.start - state.global_step
+        if state.is_world_process_zero and wait > 0:
+            self._profile = profile(
+                activities=[ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU],
+                schedule=schedule(wait=wait - 1, warmup=1, active=self.num_steps, repeat=1),
+                on_trace_ready=partial(self._write, state, args.device.index or 0),
+            )
             self._profile.start()
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self._profile is not None and state.global_step == self.stop:
-            self._finish(args.device.index, state.global_step)
+        if self._profile is None:
+            return
+        if state.global_step == self.start + self.num_steps:
+            # The profiler waits for the drafter's device alone.
+            for index in range(torch.cuda.device_count()):
+                torch.cuda.synchronize(index)
+        self._profile.step()
 
     def on_train_end(self, args, state, control, **kwargs):
         if self._profile is not None:
-            self._finish(args.device.index, state.global_step)
+            self._profile.stop()
+            self._profile = None
 
-    def _finish(self, device: int | None, last_step: int) -> None:
-        assert self._profile is not None
-        if torch.cuda.is_available():
-            for index in range(torch.cuda.device_count()):
-                torch.cuda.synchronize(index)
-        self._profile.stop()
+    def _write(self, state: Any, device: int, finished: profile) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         trace = self.folder / "profile.json"
-        self._profile.export_chrome_trace(str(trace))
-        self._profile = None
-        copies = copy_overlap(json.loads(trace.read_text())["traceEvents"], device or 0)
-        found = {"steps": [self.start + 1, last_step], "copies": copies}
+        finished.export_chrome_trace(str(trace))
+        copies = copy_overlap(json.loads(trace.read_text())["traceEvents"], device)
+        found = {"steps": [self.start + 1, state.global_step], "copies": copies}
         (self.folder / "profile_copies.json").write_text(json.dumps(found, indent=2))
 
 
@@ -698,8 +540,12 @@ def copy_overlap(events: list[dict[str, Any]], device: int = 0) -> dict[str, dic
         For each kind of copy (`"Memcpy PtoP"`, ...): `count`, `gigabytes`, `seconds`, `covered_seconds`.
     """
     on_device = [e for e in events if e.get("cat") == "kernel" and e["args"].get("device") == device]
-    kernels = _merged([(e["ts"], e["ts"] + e["dur"]) for e in on_device])
-    starts = [start for start, _ in kernels]
+    busy: list[tuple[float, float]] = []
+    for start, end in sorted((e["ts"], e["ts"] + e["dur"]) for e in on_device):
+        if busy and start <= busy[-1][1]:
+            busy[-1] = (busy[-1][0], max(end, busy[-1][1]))
+        else:
+            busy.append((start, end))
     copies: dict[str, dict[str, float]] = {}
     for event in events:
         if event.get("cat") != "gpu_memcpy":
@@ -710,16 +556,5 @@ def copy_overlap(events: list[dict[str, Any]], device: int = 0) -> dict[str, dic
         entry["count"] += 1
         entry["gigabytes"] += event.get("args", {}).get("bytes", 0) / 1e9
         entry["seconds"] += (end - start) / 1e6
-        near = kernels[max(0, bisect_left(starts, start) - 1) : bisect_left(starts, end)]
-        entry["covered_seconds"] += sum(max(0, min(end, b) - max(start, a)) for a, b in near) / 1e6
+        entry["covered_seconds"] += sum(max(0, min(end, b) - max(start, a)) for a, b in busy) / 1e6
     return copies
-
-
-def _merged(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    merged: list[tuple[float, float]] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged

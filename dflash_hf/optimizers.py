@@ -39,14 +39,12 @@ class MuonWithAdamW(Optimizer):
         groups = list(params)
         if groups and not isinstance(groups[0], dict):
             groups = [{"params": groups}]
-        matrices = [_of_rank(group, lambda rank: rank == 2) for group in groups]
-        others = [_of_rank(group, lambda rank: rank != 2) for group in groups]
+        matrices = _of_rank(groups, lambda rank: rank == 2)
+        others = _of_rank(groups, lambda rank: rank != 2)
         self.parts: list[Optimizer] = []
-        if any(group["params"] for group in matrices):
-            matrices = [group for group in matrices if group["params"]]
+        if matrices:
             self.parts.append(Muon(matrices, lr, weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"))
-        if any(group["params"] for group in others):
-            others = [group for group in others if group["params"]]
+        if others:
             self.parts.append(AdamW(others, lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused))
         super().__init__([group for part in self.parts for group in part.param_groups], {"lr": lr})
         self._share_groups()
@@ -67,11 +65,7 @@ class MuonWithAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of both.
-
-        Args:
-            closure: Computes the loss once more, with gradients.
-        """
+        """One step of both; `closure` computes the loss once more, with gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -100,16 +94,12 @@ class MuonWithAdamW(Optimizer):
         self._share_groups()
 
 
-def _of_rank(group: dict[str, Any], fits: Callable[[int], bool]) -> dict[str, Any]:
-    return {**group, "params": [parameter for parameter in group["params"] if fits(parameter.dim())]}
+def _of_rank(groups: list[dict[str, Any]], fits: Callable[[int], bool]) -> list[dict[str, Any]]:
+    chosen = [{**group, "params": [p for p in group["params"] if fits(p.dim())]} for group in groups]
+    return [group for group in chosen if group["params"]]
 
 
 def muon_with_adamw(args: DFlashTrainingArguments) -> tuple[type[Optimizer], dict[str, Any]]:
     """What the Trainer's `optimizer_cls_and_kwargs` takes, from the training arguments."""
-    fused = args.device.type == "cuda" and "fused" in args.optim
-    return MuonWithAdamW, {
-        "lr": args.learning_rate,
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "eps": args.adam_epsilon,
-        "fused": fused,
-    }
+    settings = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    return MuonWithAdamW, {**settings, "fused": args.device.type == "cuda" and "fused" in args.optim}

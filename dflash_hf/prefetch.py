@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from accelerate.state import GradientState
-from accelerate.utils import DistributedDataParallelKwargs, send_to_device
+from accelerate.utils import send_to_device
 from torch._dynamo import callback, convert_frame
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -919,22 +919,6 @@ def make_pair(target: FrozenTarget, args: DFlashTrainingArguments) -> tuple[Pref
         args.measure_alone_steps * args.gradient_accumulation_steps,
     )
     return prefetcher, throughput
-
-
-def pair_accelerator_args(accelerator_args: dict[str, Any], args: DFlashTrainingArguments) -> dict[str, Any]:
-    """Arguments of the Accelerator with gradients exchanged during the backward, in the memory they have already.
-
-    Args:
-        accelerator_args: The Trainer's arguments of the Accelerator.
-        args: The training arguments.
-    """
-    for handler in accelerator_args.get("kwargs_handlers", []):
-        if isinstance(handler, DistributedDataParallelKwargs):
-            # Every parameter takes part in every step, so there is no graph to search for those that do not.
-            handler.find_unused_parameters = bool(args.ddp_find_unused_parameters)
-            # A second copy of the gradients would be 4 bytes for each parameter.
-            handler.gradient_as_bucket_view = True
-    return accelerator_args
 
 
 def compress_in_bf16(state, bucket):

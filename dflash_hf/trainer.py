@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DFlashTrainer`: a transformers Trainer that runs a frozen target beside the drafter it trains."""
+"""`DFlashTrainer`: a transformers Trainer that runs a frozen target beside the drafter it trains.
 
-import warnings
+A batch of [`DataCollatorForDFlash`] holds B packed rows of T tokens with N anchors each, `input_ids` `[B, T]`,
+`anchor_positions` `[B, N]` and `labels` `[B, N, b]` for blocks of b slots. From the target come
+`context_hidden_states` `[B, T, K * D]` (K taps of width D) and, for objectives that compare with the target's
+distribution, `final_hidden_states` `[B, T, D]`.
+"""
+
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,14 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.state import GradientState
 from datasets import Dataset, DatasetDict
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 from transformers.utils import logging
 
-from .acceptance import WalkSums, walk_batch
+from .acceptance import WalkedAnswer, WalkSums, walk_batch
 from .adapting import check_continuing, check_part, check_resumed_part, is_adapter, make_trainable
 from .callbacks import (
     Interrupts,
@@ -36,7 +40,7 @@ from .modeling_dflash import DFlashDraftModel
 from .operations import batch_operations, drafter_weights
 from .optimizers import muon_with_adamw
 from .packing import PackedDataset, RowSampler, with_sources
-from .prefetch import PairCallback, make_pair, pair_accelerator_args, place_target
+from .prefetch import PairCallback, make_pair, place_target
 from .publishing import CardOptions, TrainingFacts, push_checkpoint, push_run, write_card
 from .remote_checkpoints import RemoteCheckpointCallback
 from .resuming import (
@@ -52,270 +56,54 @@ from .tokenizing import check_documents_fit, load_documents, tokenize_completion
 from .training_args import DFlashTrainingArguments, check_trainer_options
 
 
-# --- What training and an evaluation add up over batches: blocks at random anchors, and the walks of whole answers.
-
-
 logger = logging.get_logger(__name__)
+
+# Anchor slots of a row are padded to a multiple of this, so that their slots fill whole tiles of the attention.
+ANCHOR_BUCKET = 64
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]  # adds a tensor up over the ranks
 
 
 class TrainingSums:
-    """Sums of the blocks trained on since the last log, from which its metrics are made.
-
-    Args:
-        block_size: Slots of a block.
-        device: Where the loss is.
-    """
+    """Sums of the blocks trained on since the last log."""
 
     def __init__(self, block_size: int, device: torch.device):
         self.blocks = BlockSums.zeros(block_size, device)
-        self._step = BlockSums.zeros(block_size, device)
-
-    def add(self, sums: BlockSums) -> None:
-        """Add a micro-batch of the present step."""
-        self._step.add(sums)
+        self.step = BlockSums.zeros(block_size, device)
 
     def end_step(self, left_out: torch.Tensor) -> None:
         """Keep the present step's sums, unless the step is left out, which the device knows."""
-        values = self._step.values
-        self.blocks.values += torch.where(left_out, torch.zeros_like(values), values)
-        values.zero_()
+        self.blocks.values += torch.where(left_out, torch.zeros_like(self.step.values), self.step.values)
+        self.step.values.zero_()
 
-    def take(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-        """The metrics, whose loss is NaN where no step was kept; the next ones begin anew.
-
-        Args:
-            reduce: Adds a tensor up over the ranks.
-        """
-        sums = BlockSums(reduce(self.blocks.values.clone()))
+    def take(self, reduce: Reduce) -> dict[str, float]:
+        """The metrics, whose loss is NaN where no step was kept; the next ones begin anew."""
+        sums = BlockSums(reduce(self.blocks.values))
         self.blocks.values.zero_()
         metrics = sums.metrics()
         return metrics if sums.values[1] > 0 else metrics | {"loss": float("nan")}
 
 
 class EvaluationSums:
-    """Sums of one evaluation, from which its metrics are made once.
-
-    Args:
-        block_size: Slots of a block.
-        device: Where the loss is.
-    """
+    """Sums of one evaluation: blocks at random anchors, and the walks of whole answers by their source."""
 
     def __init__(self, block_size: int, device: torch.device):
-        self.block_size = block_size
-        self.blocks = BlockSums.zeros(block_size, device)
-        self.walk = WalkSums.zeros(block_size)
-        self._sources: list[str] | None = None
+        self.block_size, self.device = block_size, device
+        self.restart(None)
 
     def restart(self, dataset: Any) -> None:
         """Forget the last evaluation; the next one is of this data set, which may name its documents' sources."""
-        self.blocks.values.zero_()
-        self._sources = dataset.sources if isinstance(dataset, PackedDataset) else None
+        self.blocks = BlockSums.zeros(self.block_size, self.device)
+        self._sources: list[str] | None = dataset.sources if isinstance(dataset, PackedDataset) else None
         self.walk = WalkSums.zeros(self.block_size, sorted(set(self._sources or [])))
 
-    def walk_answers(
-        self, model: nn.Module, config: Any, head: FrozenHead, inputs: dict[str, Any], context: torch.Tensor
-    ) -> None:
-        """Walk the answers of a batch; arguments as for [`walk_batch`]."""
-        if "supervised_runs" not in inputs:
-            logger.warning_once(
-                "The collator gives no `supervised_runs`, so no answer can be walked: the acceptance length is "
-                "that at random anchors."
-            )
-            return
-        for answer in walk_batch(model, config, head, inputs, context):
-            self.walk.add(answer, None if self._sources is None else self._sources[answer.document])
+    def add_answer(self, answer: WalkedAnswer) -> None:
+        self.walk.add(answer, None if self._sources is None else self._sources[answer.document])
 
-    def metrics(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-        """Loss and acceptance as ratios of sums over all blocks.
-
-        Args:
-            reduce: Adds a tensor up over the ranks.
-        """
-        walked = reduce(self.walk.values.to(self.blocks.values.device))
-        blocks = BlockSums(reduce(self.blocks.values.clone()))
-        return blocks.metrics() | WalkSums(walked, self.walk.sources).metrics()
-
-
-# --- From what a trainer was given to packed rows, their order, and batches of them.
-
-
-# Anchor slots of a row are padded to a multiple of this, so that their slots fill whole tiles of the attention.
-ANCHOR_BUCKET = 64
-
-
-def data_seed(args: DFlashTrainingArguments) -> int:
-    """The seed of rows, anchors and noise."""
-    return args.seed if args.data_seed is None else args.data_seed
-
-
-def documents_reader(
-    args: DFlashTrainingArguments, target: str, tokenizer: PreTrainedTokenizerBase
-) -> Callable[..., Dataset]:
-    """[`load_documents`] as a run's arguments say: it takes an address, and a split.
-
-    Args:
-        args: How chats are tokenised, and what may differ.
-        target: Hub id or folder of the target, whose end-of-sequence ids end an answer.
-        tokenizer: The target's.
-
-    Raises:
-        OSError, ValueError: The target has neither a generation config nor a configuration.
-    """
-    return partial(
-        load_documents,
-        tokenizer=tokenizer,
-        allow_other_template=args.allow_other_template,
-        max_length=args.max_length or args.row_length,
-        enable_thinking=args.enable_thinking,
-        eos_token_ids=read_eos_token_ids(target),
-    )
-
-
-def pack_rows(
-    data: Any,
-    args: DFlashTrainingArguments,
-    config: Any,
-    target: FrozenTarget,
-    vocab_size: int,
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> PackedDataset | None:
-    """Chats or documents to packed rows, checked before any GPU time is spent.
-
-    Args:
-        data: Chats, documents or packed rows; None stays None.
-        args: Lengths, seed and how chats are tokenised.
-        config: The drafter's configuration.
-        target: Whose end-of-sequence ids end an answer.
-        vocab_size: Rows of the target's head.
-        tokenizer: The target's; needed for chats.
-
-    Raises:
-        ValueError: The data does not fit target and drafter, or nothing in it can be learned from.
-    """
-    if data is None:
-        return None
-    documents = data.documents if isinstance(data, PackedDataset) else _documents(data, args, target, tokenizer)
-    check_documents_fit(documents, tokenizer, args.allow_other_template)
-    check_documents(documents, config.block_size)
-    check_token_ids(documents, vocab_size, config.mask_token_id)
-    if isinstance(data, PackedDataset):
-        return data
-    return PackedDataset(documents, args.row_length, seed=data_seed(args))
-
-
-def _documents(
-    data: Any, args: DFlashTrainingArguments, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase | None
-) -> Any:
-    """Documents of data that holds chats or documents."""
-    if not isinstance(data, Dataset | list | tuple):
-        raise ValueError(
-            f"The data is a {type(data).__name__}; rows are packed from known lengths, so give a "
-            "datasets.Dataset (one split), a list of documents or a PackedDataset."
-        )
-    if len(data) == 0:
-        raise ValueError("The data has no documents; expected at least one. Check the file and its filters.")
-    columns = data.column_names if isinstance(data, Dataset) else list(data[0])
-    if "messages" in columns:
-        if tokenizer is None:
-            raise ValueError(
-                "The data holds chats (a `messages` column) but no tokenizer was given. Pass the target's "
-                "tokenizer as processing_class, or documents with input_ids and supervised_spans."
-            )
-        documents = tokenize_completions(
-            list(data),
-            tokenizer,
-            max_length=args.max_length or args.row_length,
-            enable_thinking=args.enable_thinking,
-            eos_token_ids=target.eos_token_ids,
-        )
-        return with_sources(documents, data)
-    rows = [columns] if isinstance(data, Dataset) else data
-    for index, names in enumerate(rows):
-        if not {"input_ids", "supervised_spans"} <= set(names):
-            raise ValueError(
-                f"Row {index} of the data has the columns {list(names)}; expected chats (`messages`) or documents "
-                "(`input_ids` and `supervised_spans`). Tokenise it with dflash_hf.tokenize_completions(rows, "
-                "tokenizer)."
-            )
-    return data
-
-
-def make_collator(rows: PackedDataset | None, args: DFlashTrainingArguments, block_size: int) -> DataCollatorForDFlash:
-    """The collator of packed rows; where kernels are compiled, all batches have one shape.
-
-    Args:
-        rows: What it will collate, if that is known.
-        args: Anchors, row length, seed and device.
-        block_size: Slots of a block.
-    """
-    row_length = args.row_length if rows is None else rows.row_length
-    cap = args.max_anchors_per_row or max(1, row_length // 4)
-    collator = DataCollatorForDFlash(block_size, args.num_anchors, data_seed(args), cap)
-    if args.device.type != "cpu":
-        if rows is not None:
-            draws = np.minimum(num_valid_anchors(rows.documents), args.num_anchors)
-            cap = min(cap, rows.largest_row_sum(draws))
-        collator.row_length = row_length
-        collator.pad_anchors_to_multiple_of = -(-cap // ANCHOR_BUCKET) * ANCHOR_BUCKET
-    return collator
-
-
-def check_blocks(inputs: dict[str, Any], block_size: int) -> None:
-    """Refuse a batch whose blocks are not the drafter's.
-
-    Raises:
-        ValueError: Naming both sizes.
-    """
-    if inputs["labels"].shape[-1] != block_size:
-        raise ValueError(
-            f"The collator makes blocks of {inputs['labels'].shape[-1]} slots, the drafter's block_size is "
-            f"{block_size}. Give both the same, or leave data_collator out."
-        )
-
-
-def without_repeated_rows(
-    inputs: dict[str, Any], state: GradientState, args: DFlashTrainingArguments, rows_per_rank: int
-) -> dict[str, Any]:
-    """A batch in which rows that accelerate repeats, so that all ranks have as many, count nothing.
-
-    Args:
-        inputs: A batch of the collator; only the last one of an epoch is changed.
-        state: accelerate's state, which knows the last batch.
-        args: The training arguments.
-        rows_per_rank: Rows of a whole batch of one rank.
-    """
-    remainder = state.remainder
-    if remainder < 0 and state.end_of_dataloader and not args.dataloader_drop_last:
-        # accelerate does not know it in an epoch that was resumed.
-        remainder = len(state.active_dataloader.dataset) % (rows_per_rank * args.world_size)
-    if args.world_size > 1 and state.end_of_dataloader and remainder > 0:
-        own = max(0, remainder - args.process_index * rows_per_rank)
-        labels = inputs["labels"].clone()
-        labels[own:] = IGNORE_INDEX
-        inputs = {**inputs, "labels": labels}
-        if "counted_slots" in inputs:
-            counted = inputs["counted_slots"].copy()
-            counted[own:] = 0
-            inputs["counted_slots"] = counted
-    return inputs
-
-
-def count_tokens(
-    inputs: dict[str, Any], what: str, device: torch.device, reduce: Callable[[torch.Tensor], torch.Tensor]
-) -> int:
-    """Tokens of a micro-batch over all ranks, for `include_num_input_tokens_seen`.
-
-    Args:
-        inputs: A batch of the collator.
-        what: `"all"` with padding, `"non_padding"` without, or `"no"` for 0.
-        device: On which tensors can be added up.
-        reduce: Adds a tensor up over the ranks.
-    """
-    if what == "no":
-        return 0
-    input_ids = inputs["input_ids"]
-    own = input_ids.numel() if what == "all" else sum(map(sum, inputs["document_lengths"]))
-    return int(reduce(torch.tensor(own, device=device)).item())
+    def metrics(self, reduce: Reduce) -> dict[str, float]:
+        """Loss and acceptance as ratios of sums over all blocks and ranks."""
+        blocks, walked = reduce(self.blocks.values), reduce(self.walk.values.to(self.device))
+        return BlockSums(blocks).metrics() | WalkSums(walked, self.walk.sources).metrics()
 
 
 class SetEpoch(TrainerCallback):
@@ -328,169 +116,41 @@ class SetEpoch(TrainerCallback):
         self.sampler.set_epoch(int((state.epoch or 0) + 1e-6))
 
 
-# --- Target and drafter as training needs them: loaded, placed and frozen; in fp32, with compiled layers.
+def documents_reader(
+    args: DFlashTrainingArguments, target: str, tokenizer: PreTrainedTokenizerBase
+) -> Callable[..., Dataset]:
+    """[`load_documents`] as a run's arguments say: it takes an address, and a split.
 
-
-def load_drafter(model: DFlashDraftModel | str | Path, args: Any, others: dict[str, Any]) -> Any:
-    """The drafter that a trainer was given, with arguments that can train one.
-
-    Args:
-        model: The drafter, or its folder or Hub id.
-        args: The training arguments.
-        others: Further arguments of transformers' Trainer.
-
-    Raises:
-        ValueError: One of them is of another kind, or would have no effect.
+    `target` is a Hub id or folder, whose end-of-sequence ids end an answer.
     """
-    if not isinstance(args, DFlashTrainingArguments):
-        raise ValueError(
-            f"args is a {type(args).__name__}; DFlashTrainer needs DFlashTrainingArguments, which knows the "
-            "anchors, the noise and the packing."
-        )
-    drafter: Any = DFlashDraftModel.from_pretrained(model) if isinstance(model, str | Path) else model
-    if not isinstance(drafter.config, DFlashDraftConfig):
-        raise ValueError(
-            f"model is a {type(drafter).__name__}; DFlashTrainer trains a DFlashDraftModel, and the target goes "
-            "into target_model. Swap them, or make a drafter with DFlashDraftConfig.from_target_config."
-        )
-    check_trainer_options(others, args)
-    return drafter
-
-
-def prepare_models(
-    drafter: DFlashDraftModel,
-    target_model: "str | Path | PreTrainedModel | FrozenTarget",
-    args: DFlashTrainingArguments,
-    tokenizer: PreTrainedTokenizerBase | None,
-    peft_config: Any,
-) -> tuple[nn.Module, FrozenTarget, FrozenHead]:
-    """The part of the drafter that is trained, the target, and the target's head on the drafter's device.
-
-    Args:
-        drafter: The drafter, changed in place.
-        target_model: Hub id, folder, model or frozen target.
-        args: The training arguments.
-        tokenizer: The target's, if it is known.
-        peft_config: Of an adapter, or None.
-
-    Raises:
-        ValueError: Drafter and target do not fit together, or cannot be trained so.
-    """
-    config: Any = drafter.config
-    check_part(drafter, peft_config, args.trainable_modules)
-    target = frozen_target(target_model, config.target_layer_ids, args, compares_distributions(args.objective))
-    check_continuing(config, target, tokenizer)
-    head = FrozenHead(target.model, args.device)
-    # A frozen drafter under autocast needs no fp32 masters.
-    frozen = is_adapter(drafter) or peft_config is not None
-    prepare_drafter(drafter, args, keep_dtype=frozen and (args.bf16 or args.fp16))
-    return make_trainable(drafter, peft_config, args.trainable_modules, args.seed), target, head
-
-
-def frozen_target(
-    target_model: "str | Path | PreTrainedModel | FrozenTarget",
-    taps: list[int] | None,
-    args: DFlashTrainingArguments,
-    final_states: bool,
-) -> FrozenTarget:
-    """The target that a trainer was given, loaded and placed.
-
-    Args:
-        target_model: Hub id, folder, model or frozen target.
-        taps: Layers whose outputs are read.
-        args: Where the target goes, and how it is loaded.
-        final_states: Whether it also gives the states that its head reads.
-
-    Raises:
-        ValueError: It is none of these, or was loaded already and cannot take loading arguments.
-    """
-    if isinstance(target_model, FrozenTarget):
-        if final_states and not target_model.final_states:
-            raise ValueError(
-                f"objective={args.objective!r} compares with the target's distribution, but the FrozenTarget stops "
-                "after its last tap. Make it with final_states=True, or pass the target's id or folder."
-            )
-        if args.target_model_init_kwargs:
-            raise ValueError(
-                f"target_model_init_kwargs={args.target_model_init_kwargs} were given together with a FrozenTarget, "
-                "which is loaded already. Pass them to FrozenTarget, or pass the target's id or folder."
-            )
-        return target_model
-    if not isinstance(target_model, str | Path | PreTrainedModel):
-        raise ValueError(
-            f"target_model is a {type(target_model).__name__}; give a Hub id, a folder, a loaded causal language "
-            "model or a FrozenTarget."
-        )
-    device, spread = place_target(args)
-    init_kwargs = args.target_model_init_kwargs or {}
-    assert isinstance(init_kwargs, dict)  # a JSON string becomes a dict in TrainingArguments
-    if isinstance(target_model, str | Path):
-        init_kwargs = {**spread, **init_kwargs}
-    return FrozenTarget(
-        target_model,
-        taps or [],
-        device=device,
-        compile_target=args.compile_target,
-        allow_slow_target=args.allow_slow_target,
-        final_states=final_states,
-        **init_kwargs,
+    return partial(
+        load_documents,
+        tokenizer=tokenizer,
+        allow_other_template=args.allow_other_template,
+        max_length=args.max_length or args.row_length,
+        enable_thinking=args.enable_thinking,
+        eos_token_ids=read_eos_token_ids(target),
     )
 
 
-def prepare_drafter(model: DFlashDraftModel, args: DFlashTrainingArguments, keep_dtype: bool = False) -> None:
-    """Give a drafter fp32 masters and an attention backend that can train on the device.
-
-    Args:
-        model: The drafter, changed in place.
-        args: The training arguments.
-        keep_dtype: Whether the parameters stay as they are, which a frozen drafter under autocast may.
-
-    Raises:
-        ValueError: The attention backend cannot train there.
-    """
-    if not keep_dtype and any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()):
-        # AdamW steps at these rates vanish in bf16: norm weights would never move.
-        logger.info("The drafter's parameters are kept in fp32; use bf16=True for autocast.")
-        model.float()
-    if args.cpu_for_want_of_gpu and args.process_index == 0:
-        logger.warning_once(
-            "torch finds no GPU, so target and drafter run on the CPU. If there is one, torch and its driver do not "
-            "go together: python -c 'import torch; torch.zeros(1).cuda()' says why. If it is meant, set use_cpu=True."
-        )
-    implementation = args.drafter_attn_implementation
-    if implementation is None:
-        implementation = "flex_attention" if args.device.type == "cuda" else "sdpa"
-    if implementation == "flex_attention" and args.device.type == "cpu":
-        raise ValueError("flex_attention has no backward on CPU; leave drafter_attn_implementation unset for sdpa.")
-    model.set_attn_implementation(implementation)
-    compiled = args.device.type == "cuda" if args.compile_layers is None else args.compile_layers
-    if compiled and not args.torch_compile:
-        compile_layers(model)
-
-
-def compute_dtype(args: DFlashTrainingArguments, drafter: Any) -> torch.dtype:
-    """Type of the drafter's inputs: that of autocast, or of its parameters where there is none."""
-    if args.bf16 or args.fp16:
-        return torch.bfloat16 if args.bf16 else torch.float16
-    return drafter.dtype
-
-
-def forget_preparation(trainer: Any) -> None:
-    """Let a drafter that was only evaluated be prepared anew.
-
-    Preparing for evaluation marks it as prepared, and a later `train()` would leave it without the wrapper that adds
-    up the gradients of all ranks.
-    """
-    trainer.accelerator._models.clear()
-    trainer.model._is_accelerate_prepared = False
+def make_collator(rows: PackedDataset | None, args: DFlashTrainingArguments, block_size: int) -> DataCollatorForDFlash:
+    """The collator of packed rows; where kernels are compiled, all batches have one shape."""
+    row_length = args.row_length if rows is None else rows.row_length
+    cap = args.max_anchors_per_row or max(1, row_length // 4)
+    collator = DataCollatorForDFlash(block_size, args.num_anchors, _data_seed(args), cap)
+    if args.device.type != "cpu":
+        if rows is not None:
+            draws = np.minimum(num_valid_anchors(rows.documents), args.num_anchors)
+            cap = min(cap, rows.largest_row_sum(draws))
+        collator.row_length = row_length
+        collator.pad_anchors_to_multiple_of = -(-cap // ANCHOR_BUCKET) * ANCHOR_BUCKET
+    return collator
 
 
 def compile_layers(model: DFlashDraftModel, **kwargs) -> None:
     """Compile each layer by itself, in place: layers of one kind share their code, so two compilations serve all.
 
-    Args:
-        model: The drafter; its parameters keep their names.
-        **kwargs: Arguments of `torch.compile`, such as the backend.
+    Parameters keep their names; `kwargs` are those of `torch.compile`, such as the backend.
     """
     # Training and evaluation, layer kinds and the last, shorter batch are graphs of one function; falling back to
     # uncompiled flex attention would need the memory of all queries times all keys.
@@ -503,114 +163,9 @@ def compile_layers(model: DFlashDraftModel, **kwargs) -> None:
         layer.compile(dynamic=False, **kwargs)
 
 
-# --- A run's course around its steps: what is checked and found before them, saved between them, and finished after.
-
-
-def begin(trainer: Any, resume_from_checkpoint: str | bool | None) -> Path | None:
-    """Check that a run can learn and be saved, write down what it is, and find the checkpoint that it goes on from.
-
-    Args:
-        trainer: The [`DFlashTrainer`] that is about to train.
-        resume_from_checkpoint: As for [`DFlashTrainer.train`].
-
-    Returns:
-        The checkpoint's folder, the same on every rank; None for a run that starts.
-
-    Raises:
-        ValueError: The loss cannot fall, or the checkpoint cannot be resumed.
-        DiskSpaceError: No checkpoint would fit.
-    """
-    args, optimizer = trainer.args, trainer.optimizer
-    groups = [{"lr": args.learning_rate}] if optimizer is None else optimizer.param_groups
-    check_can_learn(trainer.model, groups, partial=is_adapter(trainer.model) or bool(args.trainable_modules))
-    decided_by_main(trainer, lambda: prepare_output(trainer))
-    trainer.run_record = run_record(trainer)
-    folder = decided_by_main(trainer, lambda: resume_folder(trainer, resume_from_checkpoint))
-    check_resumed_part(folder, trainer.accelerator.unwrap_model(trainer.model))
-    return folder
-
-
-def save(trainer: Any, run_dir: Path) -> Path | None:
-    """Write a checkpoint of the present step, with the run's record in it.
-
-    Args:
-        trainer: The [`DFlashTrainer`] that trains.
-        run_dir: Folder of the checkpoints.
-
-    Returns:
-        The checkpoint's folder; None where the drafter is not finite, of which there is none.
-    """
-    trainer._guard.flush()
-    # Schedule-free optimizers step at other weights than they evaluate and leave behind.
-    trainer.optimizer.eval()
-    parameter = first_nonfinite_parameter(trainer.model)
-    if parameter is not None:
-        logger.error(f"No checkpoint of step {trainer.state.global_step}: the drafter's {parameter} is not finite.")
-        return None
-    record = {**trainer.run_record, EVALUATION_DUE: trainer._interrupts.evaluation_is_due}
-    return write_checkpoint(trainer, run_dir, lambda aside: write_record(record, aside))
-
-
-@contextmanager
-def ended_in_order(trainer: Any) -> Iterator[None]:
-    """Around the training itself: signals end it with a checkpoint, and nothing that it started is left running.
-
-    Args:
-        trainer: The [`DFlashTrainer`] that trains.
-
-    Raises:
-        TrainingInterrupted: A signal came.
-        NonFiniteTrainingError: The run took no step, or its weights are not finite.
-        RemoteCheckpointError: The last checkpoint never arrived at the remote address.
-    """
-    interrupts, guard = trainer._interrupts, trainer._guard
-    interrupts.install()
-    try:
-        yield
-        guard.finish()
-        trainer.optimizer.eval()
-        _save_late(trainer)
-        for mirror in _mirrors(trainer):
-            decided_by_main(trainer, mirror.finish)
-    except TrainingInterrupted:
-        _end_interrupted(trainer)
-        raise
-    finally:
-        for mirror in _mirrors(trainer):
-            mirror.close()
-        trainer.prefetcher.close()
-        guard.close()
-        interrupts.remove()
-    interrupts.pass_on()
-
-
-def _save_late(trainer: Any) -> None:
-    """Write a checkpoint of a run that writes none, if a signal came behind its last step, such as in an evaluation.
-
-    The signal is passed on, and may end the process before anything else is saved.
-    """
-    interrupts = trainer._interrupts
-    if trainer.args.save_strategy == SaveStrategy.NO and not interrupts.saves_last:
-        came = trainer.accelerator.reduce(interrupts.flag(trainer.args.device), reduction="sum")
-        if came.item():
-            trainer._save_checkpoint(trainer.model, None)
-
-
-def _mirrors(trainer: Any) -> list[RemoteCheckpointCallback]:
-    return [c for c in trainer.callback_handler.callbacks if isinstance(c, RemoteCheckpointCallback)]
-
-
-def _end_interrupted(trainer: Any) -> None:
-    """What the parent does at the end of a run, which an interrupt passes over."""
-    trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
-    trainer._finish_current_push()
-    for mirror in _mirrors(trainer):
-        mirror.close()
-    trainer.is_in_train = False
-    if trainer.args.world_size > 1:
-        # A rank that exits while another one still talks to it aborts.
-        trainer.accelerator.wait_for_everyone()
-        trainer.accelerator.state.destroy_process_group()
+def _data_seed(args: DFlashTrainingArguments) -> int:
+    """The seed of rows, anchors and noise."""
+    return args.seed if args.data_seed is None else args.data_seed
 
 
 class DFlashTrainer(Trainer):
@@ -633,7 +188,7 @@ class DFlashTrainer(Trainer):
             The target's tokenizer; needed for chats.
         peft_config (`peft.PeftConfig`, *optional*):
             Train an adapter, saved without the drafter, in place of its weights; without `target_modules`, of all
-            matrices. [`drafter_adapters.lora_config`] makes one, [`drafter_adapters.merge_adapter`] the new drafter.
+            matrices. [`adapters.lora_config`] makes one, [`adapters.merge_adapter`] the new drafter.
         recipe (`dict`, *optional*):
             What a script was started with, as JSON; written into every checkpoint's `dflash_run.json`.
         **kwargs:
@@ -645,6 +200,9 @@ class DFlashTrainer(Trainer):
 
     args: DFlashTrainingArguments
     objective: Objective
+    # The parent's annotations allow for None, which neither is.
+    model: Any
+    optimizer: Any
     # The loss is normalised over the whole optimizer step before it reaches the parent.
     loss_is_scaled_for_ga = True
 
@@ -661,25 +219,23 @@ class DFlashTrainer(Trainer):
         recipe: dict[str, Any] | None = None,
         **kwargs,
     ):
-        args = args if args is not None else DFlashTrainingArguments(output_dir="tmp_trainer")
-        drafter = load_drafter(model, args, kwargs)
-        self.args, self.recipe, self._drafter_config = args, recipe, drafter.config
+        self.args = args if args is not None else DFlashTrainingArguments(output_dir="tmp_trainer")
+        self.recipe = recipe
         self._tokenizer = processing_class if isinstance(processing_class, PreTrainedTokenizerBase) else None
-        self.objective = objective_of(args, drafter.config.block_size)
-        drafter, self.target, self.head = prepare_models(drafter, target_model, args, self._tokenizer, peft_config)
+        drafter = self._prepare_models(model, target_model, peft_config, kwargs)
+        train_dataset = self._pack(train_dataset)
         if isinstance(eval_dataset, dict) and not isinstance(eval_dataset, DatasetDict):
             eval_dataset = {name: self._pack(data) for name, data in eval_dataset.items()}
         else:
             eval_dataset = self._pack(eval_dataset)
-        train_dataset = self._pack(train_dataset)
         if data_collator is None:
             rows = train_dataset or (None if isinstance(eval_dataset, dict) else eval_dataset)
-            data_collator = make_collator(rows, args, self._drafter_config.block_size)
-        if args.muon:
-            kwargs.setdefault("optimizer_cls_and_kwargs", muon_with_adamw(args))
+            data_collator = make_collator(rows, self.args, self._drafter_config.block_size)
+        if self.args.muon:
+            kwargs.setdefault("optimizer_cls_and_kwargs", muon_with_adamw(self.args))
         super().__init__(
             model=drafter,
-            args=args,
+            args=self.args,
             data_collator=data_collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -688,8 +244,87 @@ class DFlashTrainer(Trainer):
         )
         self._watch(drafter)
 
+    # Drafter and target
+
+    def _prepare_models(self, model: Any, target_model: Any, peft_config: Any, others: dict[str, Any]) -> nn.Module:
+        """Load, check and place drafter and target; returns the part of the drafter that is trained."""
+        args = self.args
+        if not isinstance(args, DFlashTrainingArguments):
+            raise ValueError(f"args is a {type(args).__name__}; DFlashTrainer needs DFlashTrainingArguments.")
+        drafter: Any = DFlashDraftModel.from_pretrained(model) if isinstance(model, str | Path) else model
+        config: Any = drafter.config
+        if not isinstance(config, DFlashDraftConfig):
+            raise ValueError(
+                f"model is a {type(drafter).__name__}; DFlashTrainer trains a DFlashDraftModel, and the target goes "
+                "into target_model. Swap them, or make a drafter with DFlashDraftConfig.from_target_config."
+            )
+        check_trainer_options(others, args)
+        self._drafter_config: Any = config
+        self.objective = objective_of(args, config.block_size)
+        check_part(drafter, peft_config, args.trainable_modules)
+        self.target = self._frozen_target(target_model)
+        check_continuing(config, self.target, self._tokenizer)
+        self.head = FrozenHead(self.target.model, args.device)
+        # A frozen drafter under autocast needs no fp32 masters.
+        is_frozen = is_adapter(drafter) or peft_config is not None
+        self._prepare_drafter(drafter, keep_dtype=is_frozen and (args.bf16 or args.fp16))
+        return make_trainable(drafter, peft_config, args.trainable_modules, args.seed)
+
+    def _frozen_target(self, target_model: Any) -> FrozenTarget:
+        """The target that the trainer was given, loaded and placed."""
+        args, final_states = self.args, compares_distributions(self.args.objective)
+        if isinstance(target_model, FrozenTarget):
+            if final_states and not target_model.final_states:
+                raise ValueError(
+                    f"objective={args.objective!r} compares with the target's distribution, but the FrozenTarget "
+                    "stops after its last tap. Make it with final_states=True."
+                )
+            if args.target_model_init_kwargs:
+                raise ValueError(
+                    f"target_model_init_kwargs={args.target_model_init_kwargs} has no effect on a FrozenTarget, which "
+                    "is loaded already. Pass them to FrozenTarget."
+                )
+            return target_model
+        if not isinstance(target_model, str | Path | PreTrainedModel):
+            raise ValueError(
+                f"target_model is a {type(target_model).__name__}; give a Hub id, a folder, a loaded causal language "
+                "model or a FrozenTarget."
+            )
+        device, spread = place_target(args)
+        init_kwargs: Any = args.target_model_init_kwargs or {}  # a JSON string became a dict in TrainingArguments
+        if isinstance(target_model, str | Path):
+            init_kwargs = {**spread, **init_kwargs}
+        return FrozenTarget(
+            target_model,
+            self._drafter_config.target_layer_ids or [],
+            device=device,
+            compile_target=args.compile_target,
+            allow_slow_target=args.allow_slow_target,
+            final_states=final_states,
+            **init_kwargs,
+        )
+
+    def _prepare_drafter(self, drafter: DFlashDraftModel, keep_dtype: bool) -> None:
+        """Give a drafter fp32 masters and an attention backend that can train on the device, and compile it."""
+        args, on_gpu = self.args, self.args.device.type == "cuda"
+        if not keep_dtype and any(p.dtype in (torch.bfloat16, torch.float16) for p in drafter.parameters()):
+            # AdamW steps at these rates vanish in bf16: norm weights would never move.
+            logger.info("The drafter's parameters are kept in fp32; use bf16=True for autocast.")
+            drafter.float()
+        if args.cpu_for_want_of_gpu and args.process_index == 0:
+            logger.warning_once(
+                "torch finds no GPU, so target and drafter run on the CPU. If there is one, this says why: python -c "
+                "'import torch; torch.zeros(1).cuda()'. If the CPU is meant, set use_cpu=True."
+            )
+        implementation = args.drafter_attn_implementation or ("flex_attention" if on_gpu else "sdpa")
+        if implementation == "flex_attention" and args.device.type == "cpu":
+            raise ValueError("flex_attention has no backward on CPU; leave drafter_attn_implementation unset.")
+        drafter.set_attn_implementation(implementation)
+        if (on_gpu if args.compile_layers is None else args.compile_layers) and not args.torch_compile:
+            compile_layers(drafter)
+
     def _watch(self, drafter: Any) -> None:
-        """The sums that become metrics, and the callbacks, in the order in which they are called."""
+        """Sums that become metrics, callbacks in the order they are called in, and how ranks exchange gradients."""
         args, block_size = self.args, self._drafter_config.block_size
         self._weights = drafter_weights(drafter)
         self._trained = TrainingSums(block_size, args.device)
@@ -701,21 +336,65 @@ class DFlashTrainer(Trainer):
         callbacks: list[TrainerCallback] = [
             PairCallback(self.throughput, lambda: self.model_wrapped),
             StartupCallback(self),
+            TrainingFacts(self),
+            *(self._guard, self._interrupts, self._due_evaluation),
         ]
-        callbacks += [TrainingFacts(self), self._guard, self._interrupts, self._due_evaluation]
         if args.remote_checkpoint_dir is not None:
             callbacks.append(RemoteCheckpointCallback(args.remote_checkpoint_dir))
         for callback in callbacks:
             self.add_callback(callback)
+        ddp = self.accelerator.ddp_handler
+        if ddp is not None:
+            # Every parameter takes part in every step, so there is no graph to search for those that do not.
+            ddp.find_unused_parameters = bool(args.ddp_find_unused_parameters)
+            # A second copy of the gradients would be 4 bytes for each parameter.
+            ddp.gradient_as_bucket_view = True
+
+    # Data
 
     def _pack(self, data: Any) -> PackedDataset | None:
-        config, vocab_size = self._drafter_config, self.head.vocab_size
-        return pack_rows(data, self.args, config, self.target, vocab_size, self._tokenizer)
+        """Chats, documents or rows to packed rows, checked before any GPU time is spent; None stays None."""
+        if data is None:
+            return None
+        documents = data.documents if isinstance(data, PackedDataset) else self._documents(data)
+        check_documents_fit(documents, self._tokenizer, self.args.allow_other_template)
+        check_documents(documents, self._drafter_config.block_size)
+        check_token_ids(documents, self.head.vocab_size, self._drafter_config.mask_token_id)
+        if isinstance(data, PackedDataset):
+            return data
+        return PackedDataset(documents, self.args.row_length, seed=_data_seed(self.args))
 
-    def _build_accelerator_args(self, **kwargs):
-        return pair_accelerator_args(super()._build_accelerator_args(**kwargs), self.args)
-
-    # Batches
+    def _documents(self, data: Any) -> Any:
+        """Documents of data that holds chats or documents."""
+        if not isinstance(data, Dataset | list | tuple):
+            raise ValueError(
+                f"The data is a {type(data).__name__}; give a datasets.Dataset (one split), a list of documents or a "
+                "PackedDataset: rows are packed from known lengths."
+            )
+        if len(data) == 0:
+            raise ValueError("The data has no documents; expected at least one. Check the file and its filters.")
+        rows = [data.column_names] if isinstance(data, Dataset) else data
+        if "messages" in rows[0]:
+            if self._tokenizer is None:
+                raise ValueError(
+                    "The data holds chats (a `messages` column) but no tokenizer was given. Pass the target's as "
+                    "processing_class, or documents with input_ids and supervised_spans."
+                )
+            documents = tokenize_completions(
+                list(data),
+                self._tokenizer,
+                max_length=self.args.max_length or self.args.row_length,
+                enable_thinking=self.args.enable_thinking,
+                eos_token_ids=self.target.eos_token_ids,
+            )
+            return with_sources(documents, data)
+        for index, names in enumerate(rows):
+            if not {"input_ids", "supervised_spans"} <= set(names):
+                raise ValueError(
+                    f"Row {index} of the data has the columns {list(names)}; expected chats (`messages`) or documents "
+                    "(`input_ids` and `supervised_spans`, made by dflash_hf.tokenize_completions)."
+                )
+        return data
 
     def get_train_dataloader(self):
         """The parent's dataloader, whose batches stay on the host until the prefetcher sends them where they go."""
@@ -729,7 +408,7 @@ class DFlashTrainer(Trainer):
         dataset = self.train_dataset if train_dataset is None else train_dataset
         if not isinstance(dataset, PackedDataset):
             return super()._get_train_sampler(dataset)
-        sampler = RowSampler(len(dataset), seed=data_seed(self.args))
+        sampler = RowSampler(len(dataset), seed=_data_seed(self.args))
         self.remove_callback(SetEpoch)
         self.add_callback(SetEpoch(sampler))
         return sampler
@@ -762,15 +441,31 @@ class DFlashTrainer(Trainer):
             batch_samples[-1] = self._without_repeated_rows(batch_samples[-1], self.args.train_batch_size)
         total = torch.zeros((), device=device)
         for batch in batch_samples:
-            total = total + self.objective.normalizer(batch["labels"][..., 1:] != IGNORE_INDEX).to(device)
+            total = total + self._normalizer(batch).to(device)
         # Whether a signal came travels with the normaliser, so that all ranks stop at the same step.
-        totals = torch.stack([total, self._interrupts.flag(device)])
-        total, interrupted = self.accelerator.reduce(totals, reduction="sum")
+        total, interrupted = self._reduce(torch.stack([total, self._interrupts.flag(device)]))
         self._interrupts.agree(interrupted)
         return batch_samples, total
 
+    def _normalizer(self, inputs: dict[str, Any]) -> torch.Tensor:
+        return self.objective.normalizer(inputs["labels"][..., 1:] != IGNORE_INDEX)
+
     def _without_repeated_rows(self, inputs: dict[str, Any], rows_per_rank: int) -> dict[str, Any]:
-        return without_repeated_rows(inputs, self.accelerator.gradient_state, self.args, rows_per_rank)
+        """A batch in which the rows count nothing that accelerate repeats, so that all ranks have as many."""
+        args, state = self.args, self.accelerator.gradient_state
+        remainder = state.remainder
+        if remainder < 0 and state.end_of_dataloader and not args.dataloader_drop_last:
+            # accelerate does not know it in an epoch that was resumed.
+            remainder = len(state.active_dataloader.dataset) % (rows_per_rank * args.world_size)
+        if args.world_size == 1 or not state.end_of_dataloader or remainder <= 0:
+            return inputs
+        own = max(0, remainder - args.process_index * rows_per_rank)
+        changed = {"labels": inputs["labels"].clone()}
+        changed["labels"][own:] = IGNORE_INDEX
+        if "counted_slots" in inputs:
+            changed["counted_slots"] = inputs["counted_slots"].copy()
+            changed["counted_slots"][own:] = 0
+        return {**inputs, **changed}
 
     # Steps
 
@@ -786,28 +481,37 @@ class DFlashTrainer(Trainer):
         Returns:
             The loss of this micro-batch, whose sum over the optimizer step (mean over ranks) is the step's loss.
         """
-        config: Any = self._drafter_config  # checked: none of its own fields is None
-        check_blocks(inputs, config.block_size)
-        context, final = self.target.split(self.prefetcher.context_hidden_states(inputs))
-        self._guard.see(context, inputs["documents"], inputs["document_lengths"], model.training)
-        dtype = compute_dtype(self.args, self.accelerator.unwrap_model(self.model))
-        if model.training and self.args.context_noise > 0:
-            noise = (inputs["document_lengths"], inputs["noise_seeds"], self.args.context_noise, dtype)
-            context = add_context_noise(context, *noise)
-        context = context.to(dtype)
-        loss, sums, outputs = drafter_loss(
-            model, config, inputs, context, self.head, self.objective, self.args.loss_chunk_blocks, final
-        )
-        (self._trained if model.training else self._evaluated.blocks).add(sums)
+        args, config = self.args, self._drafter_config
+        if inputs["labels"].shape[-1] != config.block_size:
+            raise ValueError(
+                f"The collator makes blocks of {inputs['labels'].shape[-1]} slots, the drafter's block_size is "
+                f"{config.block_size}. Give both the same, or leave data_collator out."
+            )
+        states = self.prefetcher.context_hidden_states(inputs)
+        context_hidden_states, final_hidden_states = self.target.split(states)
+        self._guard.see(context_hidden_states, inputs["documents"], inputs["document_lengths"], model.training)
+        dtype = self._compute_dtype()
+        if model.training and args.context_noise > 0:
+            noise = (inputs["document_lengths"], inputs["noise_seeds"], args.context_noise, dtype)
+            context_hidden_states = add_context_noise(context_hidden_states, *noise)
+        context_hidden_states = context_hidden_states.to(dtype)
+        given = (inputs, context_hidden_states, self.head, self.objective, args.loss_chunk_blocks, final_hidden_states)
+        loss, sums, outputs = drafter_loss(model, config, *given)
+        (self._trained.step if model.training else self._evaluated.blocks).add(sums)
         if num_items_in_batch is None:
-            normalizer = self.objective.normalizer(inputs["labels"][..., 1:] != IGNORE_INDEX)
-            loss = loss / normalizer.clamp(min=1e-12)
+            loss = loss / self._normalizer(inputs).clamp(min=1e-12)
         else:
             # Gradients are averaged over ranks, the normaliser is summed over them.
-            loss = loss * self.args.world_size / num_items_in_batch.clamp(min=1e-12)
+            loss = loss * args.world_size / num_items_in_batch.clamp(min=1e-12)
         if model.training:
             loss = self._guard.marked(loss)
-        return (loss, {**outputs, "context_hidden_states": context}) if return_outputs else loss
+        return (loss, {**outputs, "context_hidden_states": context_hidden_states}) if return_outputs else loss
+
+    def _compute_dtype(self) -> torch.dtype:
+        """Type of the drafter's inputs: that of autocast, or of its parameters where there is none."""
+        if self.args.bf16 or self.args.fp16:
+            return torch.bfloat16 if self.args.bf16 else torch.float16
+        return self.accelerator.unwrap_model(self.model).dtype
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         """The parent's step; the loss of a micro-batch that is not finite is returned as 0, its step is left out."""
@@ -816,20 +520,22 @@ class DFlashTrainer(Trainer):
 
     def _get_grad_norm(self, model, grad_norm=None):
         # Trainer has the norm of the summed gradients here, in every step and before the optimizer's; no hook is
-        # given it.
+        # given it, and without it no step that is not finite would be left out.
         grad_norm = super()._get_grad_norm(model, grad_norm)
         self._trained.end_step(self._guard.judge(grad_norm, self.state.global_step + 1))
         return grad_norm
 
     def _track_num_input_tokens(self, inputs):
-        # The parent looks for what the drafter's forward takes, which no batch holds yet.
-        counted = str(self.args.include_num_input_tokens_seen)
-        self.state.num_input_tokens_seen += count_tokens(inputs, counted, self.args.device, self._reduce)
+        # The parent looks for what the drafter's forward takes, which no batch holds yet, and would count nothing.
+        counted = self.args.include_num_input_tokens_seen
+        if counted != "no":
+            tokens = inputs["input_ids"].numel() if counted == "all" else sum(map(sum, inputs["document_lengths"]))
+            self.state.num_input_tokens_seen += int(self._reduce(torch.tensor(tokens, device=self.args.device)))
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Floating-point operations of the drafter on a batch, forward and backward, as the plan counts them."""
         head_weights = self.head.vocab_size * self._drafter_config.hidden_size
-        compares = self.objective.slot_terms.divergence is not None
+        compares = compares_distributions(self.args.objective)
         return int(batch_operations(self._weights, head_weights, inputs, compares).drafter)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -855,8 +561,15 @@ class DFlashTrainer(Trainer):
         inputs = self._without_repeated_rows(self._prepare_inputs(inputs), self.args.per_device_eval_batch_size)
         with torch.no_grad(), self.compute_loss_context_manager():
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-            context = outputs["context_hidden_states"]
-            self._evaluated.walk_answers(model, self._drafter_config, self.head, inputs, context)
+            if "supervised_runs" in inputs:
+                context_hidden_states = outputs["context_hidden_states"]
+                for answer in walk_batch(model, self._drafter_config, self.head, inputs, context_hidden_states):
+                    self._evaluated.add_answer(answer)
+            else:
+                logger.warning_once(
+                    "The collator gives no `supervised_runs`, so no answer can be walked: the acceptance length is "
+                    "that at random anchors."
+                )
         return loss.detach(), None, None
 
     def evaluation_loop(  # type: ignore[override]
@@ -874,7 +587,10 @@ class DFlashTrainer(Trainer):
         self._guard.report_evaluation(metrics["loss"])
         metrics = {f"{metric_key_prefix}_{k}": v for k, v in metrics.items()}
         if not trained and self.args.world_size > 1:
-            forget_preparation(self)
+            # An evaluation marks the drafter as prepared, and a later `train()` would leave it without the wrapper
+            # that adds up the gradients of all ranks.
+            self.accelerator._models.clear()
+            self.model._is_accelerate_prepared = False
         return output._replace(metrics={**(output.metrics or {}), **metrics})
 
     # The run and its checkpoints
@@ -897,26 +613,85 @@ class DFlashTrainer(Trainer):
             RemoteCheckpointError: Training is done, but its last checkpoint never arrived at the remote address.
             ValueError: The loss cannot fall, or the checkpoint cannot be resumed.
         """
-        folder = self._due_evaluation.folder = begin(self, resume_from_checkpoint)
+        folder = self._due_evaluation.folder = self.begin(resume_from_checkpoint)
         # The switch is the whole process's. Were it the target's alone, its thread would change the drafter's kernels.
-        with varied_lengths(), ended_in_order(self):
+        with varied_lengths(), self._ended_in_order():
             return super().train(None if folder is None else str(folder), *args, **kwargs)
+
+    def begin(self, resume_from_checkpoint: str | bool | None = None) -> Path | None:
+        """Check that a run can learn and be saved, note what it is made of, and find the checkpoint it goes on from.
+
+        Takes and raises what [`train`] does before its first step. The folder is the same on every rank; None for a
+        run that starts.
+        """
+        groups = [{"lr": self.args.learning_rate}] if self.optimizer is None else self.optimizer.param_groups
+        check_can_learn(self.model, groups, partial=is_adapter(self.model) or bool(self.args.trainable_modules))
+        decided_by_main(self, lambda: prepare_output(self))
+        self.run_record = run_record(self)
+        folder = decided_by_main(self, lambda: resume_folder(self, resume_from_checkpoint))
+        check_resumed_part(folder, self.accelerator.unwrap_model(self.model))
+        return folder
+
+    @contextmanager
+    def _ended_in_order(self) -> Iterator[None]:
+        """Around the training: signals end it with a checkpoint, and nothing that it started is left running."""
+        with self._interrupts.handled():
+            try:
+                yield
+                self._guard.finish()
+                # Schedule-free optimizers step at other weights than they evaluate and leave behind.
+                self.optimizer.eval()
+                self._save_late()
+                for mirror in self._mirrors:
+                    decided_by_main(self, mirror.finish)
+            except TrainingInterrupted:
+                self._end_interrupted()
+                raise
+            finally:
+                for mirror in self._mirrors:
+                    mirror.close()
+                self.prefetcher.close()
+                self._guard.close()
+
+    @property
+    def _mirrors(self) -> list[RemoteCheckpointCallback]:
+        return [c for c in self.callback_handler.callbacks if isinstance(c, RemoteCheckpointCallback)]
+
+    def _save_late(self) -> None:
+        """Write a checkpoint of a run that writes none, if a signal came behind its last step.
+
+        The signal is passed on, and may end the process before anything else is saved.
+        """
+        writes_none = self.args.save_strategy == SaveStrategy.NO and not self._interrupts.saves_last
+        if writes_none and self._reduce(self._interrupts.flag(self.args.device)).item():
+            self._save_checkpoint(self.model, None)
+
+    def _end_interrupted(self) -> None:
+        """What the parent does at the end of a run, which an interrupt passes over."""
+        self.callback_handler.on_train_end(self.args, self.state, self.control)
+        self._finish_current_push()
+        for mirror in self._mirrors:
+            mirror.close()
+        self.is_in_train = False
+        if self.args.world_size > 1:
+            # A rank that exits while another one still talks to it aborts.
+            self.accelerator.wait_for_everyone()
+            self.accelerator.state.destroy_process_group()
 
     def _save_checkpoint(self, model, trial):
         # Trainer writes under the final name, where a kill leaves half a checkpoint.
         run_dir = Path(self._get_output_dir(trial))
-        folder = save(self, run_dir)
-        if folder is None:
+        self._guard.flush()
+        self.optimizer.eval()
+        parameter = first_nonfinite_parameter(self.model)
+        if parameter is not None:
+            logger.error(f"No checkpoint of step {self.state.global_step}: the drafter's {parameter} is not finite.")
             return
+        record = {**self.run_record, EVALUATION_DUE: self._interrupts.evaluation_is_due}
+        folder = write_checkpoint(self, run_dir, lambda aside: write_record(record, aside))
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
         rotate(self, run_dir)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        with warnings.catch_warnings():
-            # Trainer reads the configuration as a plain one, which warns of a field that is there for older readers.
-            warnings.filterwarnings("ignore", message="`rope_scaling` is deprecated", category=FutureWarning)
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         # The parent lets the learning rate and weight decay of the loaded states rule over this run's arguments; no
@@ -958,7 +733,7 @@ class DFlashTrainer(Trainer):
         """Write the drafter's card into `output_dir`; needs no network.
 
         Args:
-            options: As for [`push_to_hub`].
+            options: What [`push_to_hub`] takes.
             **kwargs: Only for compatibility with the parent; what they say is known already.
         """
         if self.is_world_process_zero():

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of a training, and which of transformers' are refused."""
+"""The arguments of a training, and which of transformers' are refused.
 
+Refused is what would train another model than the one asked for, or be ignored, without a word. What transformers,
+torch and peft refuse themselves is theirs to refuse.
+"""
+
+import math
 import os
 import re
-from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+import sys
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
-from accelerate.utils import DynamoBackend
-from transformers import Trainer, TrainingArguments, get_scheduler
-from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
+from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
-from transformers.utils import logging
 
 from .chats import check_address
 from .frozen_target import refuse_token
@@ -20,258 +24,88 @@ from .losses import OBJECTIVES, compares_distributions, objective_of
 from .topology import FEATURE_COPIES, LAYOUTS, check_world_size
 
 
-# --- Values of training arguments that would only fail, or spoil the run, after the target has been loaded.
-
 # What may differ on resuming once `allow_resume_changes` names it.
 CHANGES = ("target", "tokenizer", "data", "rows")
-
-
 ATTENTION = ("flex_attention", "sdpa", "eager")
-
-INFINITY = float("inf")
-# Trackers that transformers does not list, or not always, among those it finds.
-AVAILABILITY_UNKNOWN = {"azure_ml", "flyte"}
-# (names, what a value must be, its test, which nan fails too)
-NUMBERS: tuple[tuple[tuple[str, ...], str, Callable[[float], bool]], ...] = (
-    (("learning_rate", "weight_decay", "warmup_steps"), "0 or more, and finite", lambda v: 0 <= v < INFINITY),
-    (("context_noise",), "0 or a positive half-width, such as 0.05", lambda v: 0 <= v < INFINITY),
-    (("max_grad_norm",), "0 (no clipping) or more", lambda v: v >= 0),
-    (("adam_epsilon",), "more than 0, and finite", lambda v: 0 < v < INFINITY),
-    (("adam_beta1", "adam_beta2"), "in [0, 1)", lambda v: 0 <= v < 1),
+# Arguments that decide what is learned from them: changing one on the way is a choice, of which a resume tells.
+LEARNING_ARGUMENTS = (
+    *("num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
+    *("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
+    *("muon", "num_anchors", "max_anchors_per_row", "context_noise", "objective", "loss_gamma", "dpace_alpha"),
+    *("slot_weights", "loss_temperature", "cross_entropy_share"),
+    *("bf16", "fp16", "tf32", "ignore_data_skip", "target_model_init_kwargs"),
+)
+PLAIN_ADAMW = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
+FINITE = sys.float_info.max
+# (names, smallest value, largest value, both in words); nan is outside of all.
+RANGES: tuple[tuple[tuple[str, ...], float, float, str], ...] = (
+    (("learning_rate", "weight_decay", "warmup_steps", "context_noise"), 0, FINITE, "0 or more, and finite"),
+    (("max_grad_norm",), 0, float("inf"), "0 (no clipping) or more"),
+    (("adam_beta1", "adam_beta2"), 0, math.nextafter(1, 0), "in [0, 1)"),
+    (("adam_epsilon",), sys.float_info.min, FINITE, "more than 0, and finite"),
     (
         (
             *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
             *("num_anchors", "row_length", "max_anchors_per_row", "max_length"),
             *("loss_chunk_blocks", "max_nonfinite_steps"),
         ),
-        "at least 1",
-        lambda v: 1 <= v < INFINITY,
+        *(1, FINITE, "at least 1"),
     ),
-    (("seed", "data_seed"), "in 0 to 4294967295", lambda v: 0 <= v < 2**32),
-    (("dataloader_num_workers", "prefetch_depth", "measure_alone_steps"), "0 or more", lambda v: 0 <= v < INFINITY),
-    (
-        ("logging_steps", "save_steps", "eval_steps"),
-        "a number of steps, or below 1 a share of all steps",
-        lambda v: 0 <= v < INFINITY,
-    ),
+    (("seed", "data_seed"), 0, 2**32 - 1, "in 0 to 4294967295"),
+    (("dataloader_num_workers", "prefetch_depth", "measure_alone_steps"), 0, FINITE, "0 or more"),
+    (("logging_steps", "save_steps", "eval_steps"), 0, FINITE, "a number of steps, or below 1 a share of all steps"),
 )
 
 
-def refuse_options(args: Any) -> None:
-    """Refuse a token among the arguments, which checkpoints hold, and a type that the device does not compute in.
-
-    Args:
-        args: The [`DFlashTrainingArguments`].
-
-    Raises:
-        ValueError: Naming the option, and what to do instead.
-    """
-    refuse_token(args.target_model_init_kwargs, "be written into every checkpoint with the arguments")
-    if args.fp16 and args.device.type == "cpu":
-        raise ValueError("fp16=True needs an accelerator; on a CPU leave it out, or set bf16=True.")
-
-
-def check_values(args: Any) -> None:
-    """Refuse numbers out of their range, nan among them, and names that nothing has.
-
-    Args:
-        args: The [`DFlashTrainingArguments`].
-
-    Raises:
-        ValueError: Naming the field, its value and what it may be.
-    """
-    values = vars(args)
-    for names, expected, holds in NUMBERS:
-        for name in names:
-            value = values[name]
-            if value is not None and not holds(value):
-                raise ValueError(f"{name}={value} must be {expected}.")
-    if args.max_steps == 0:
-        raise ValueError(
-            "max_steps=0 would train nothing. Leave it out (-1) to train num_train_epochs, or call evaluate()."
-        )
-    if args.max_steps < 0 and not 0 < args.num_train_epochs < INFINITY:
-        raise ValueError(
-            f"num_train_epochs={args.num_train_epochs} must be more than 0, and finite, where max_steps is not given: "
-            "nothing would be trained. To evaluate alone, call evaluate()."
-        )
-    # Raises for a name that it does not know, as the Trainer would later.
-    get_reporting_integration_callbacks(args.report_to)
-    wanted = set(args.report_to) - AVAILABILITY_UNKNOWN
-    # Looking for them imports some.
-    missing = wanted - set(get_available_reporting_integrations()) if wanted else None
-    if missing:
-        raise ValueError(
-            f"report_to={args.report_to} needs {', '.join(sorted(missing))}, which this Python does not have. Install "
-            "it, or leave it out."
-        )
-    # The block size only gives a default here.
-    objective_of(args, block_size=2)
-    for name, choices in (("target_layout", LAYOUTS), ("feature_copies", FEATURE_COPIES)):
-        if values[name] not in choices:
-            raise ValueError(f"{name}={values[name]!r} must be one of {', '.join(choices)}.")
-    unknown = sorted(set(args.allow_resume_changes or []) - set(CHANGES))
-    if unknown:
-        raise ValueError(f"allow_resume_changes names {unknown}; what may differ is one of {list(CHANGES)}.")
-    if args.drafter_attn_implementation not in (None, *ATTENTION):
-        raise ValueError(
-            f"drafter_attn_implementation={args.drafter_attn_implementation!r} cannot express the drafter's mask; use "
-            f"one of {', '.join(ATTENTION)}, or leave it unset for the one that suits the device."
-        )
-    if args.target_device is not None:
-        _check_device(args.target_device, torch.cuda.device_count())
-
-
-def _check_device(name: str, num_visible: int) -> None:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(
-            f"target_device={name!r} is no device of torch; expected cpu or cuda:N. Leave it unset to let "
-            "target_layout place the target."
-        ) from error
-    if device.type == "cuda" and (device.index or 0) >= num_visible:
-        raise ValueError(
-            f"target_device={name!r} is not there: this process sees {num_visible} GPUs, counted from 0. Make more "
-            "visible (gpu_ids, CUDA_VISIBLE_DEVICES), or leave it unset to let target_layout place the target."
-        )
-
-
-# --- Arguments of transformers' Trainer, and of accelerate's launcher, that are refused or taken over, by tables.
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Values of some arguments that cannot be taken.
-
-    Args:
-        names: The arguments.
-        refused: Whether a value is one of them.
-        reason: What it would do, and what to do instead, after "name=value".
-    """
+class Refusal(NamedTuple):
+    """Arguments of transformers' Trainer that may have one value alone."""
 
     names: tuple[str, ...]
-    refused: Callable[[Any], Any]
-    reason: str
+    taken: Any  # the value that they may have beside None; None for whatever is false
+    reason: str  # what another value would do, and what to do instead, after "name=value"
 
-
-NO_PREDICTIONS = (
-    "is about predictions and compute_metrics, and none are kept here: evaluation adds up the loss and the acceptance "
-    "batch by batch. Leave it out."
-)
 
 ONE_DRAFTER = (
-    "would cut the drafter into parts, while its checkpoints, the guard of its steps and the copies of hidden states "
-    "take it whole. Leave it out: a drafter fits one GPU with its optimizer, and several GPUs train one by DDP "
-    "(recipes/accelerate/two_pairs.yaml); to save memory set activation_checkpointing=True or "
-    "optim='adamw_torch_8bit'."
+    "would cut the drafter into parts, while checkpoints, guard and copies of hidden states take it whole. Leave it "
+    "out: several GPUs train one drafter by DDP (recipes/accelerate/two_pairs.yaml); to save memory set "
+    "activation_checkpointing=True or optim='adamw_torch_8bit'."
 )
-
-# As they are given, before transformers makes anything of them.
+NO_PREDICTIONS = "is about predictions, of which evaluation keeps none. Leave it out."
+# Before transformers makes anything of them.
 REFUSED_FIRST = (
-    Refusal(("deepspeed", "fsdp", "parallelism_config"), bool, ONE_DRAFTER),
-    Refusal(
-        ("use_liger_kernel",),
-        bool,
-        "would put kernels for Qwen3 into the drafter, which is built otherwise. Leave it out: the drafter's layers "
-        "are compiled on a GPU (compile_layers), and its loss never holds the logits.",
-    ),
+    Refusal(("deepspeed", "fsdp", "parallelism_config"), None, ONE_DRAFTER),
+    Refusal(("use_liger_kernel",), None, "would put Qwen3's kernels into the drafter. Use compile_layers."),
 )
-
 REFUSED = (
-    Refusal(
-        ("remove_unused_columns",),
-        bool,
-        "would drop every column before the collator, since the drafter's forward takes hidden states, not token ids. "
-        "Leave it False.",
-    ),
-    Refusal(
-        ("bf16_full_eval", "fp16_full_eval"),
-        bool,
-        "casts the drafter itself, so that a later training step would have no fp32 masters. Leave it False; with "
-        "bf16=True evaluation runs under autocast already.",
-    ),
-    Refusal(
-        ("enable_jit_checkpoint",),
-        bool,
-        "would write a checkpoint in place, where a kill leaves half of it. Leave it False: DFlashTrainer ends a run "
-        "at SIGTERM and SIGINT with a checkpoint of its own.",
-    ),
-    Refusal(
-        ("neftune_noise_alpha",),
-        lambda value: value is not None,
-        "is noise on token embeddings, which are the target's here. Leave it out; context_noise is the noise on the "
-        "target's hidden states.",
-    ),
-    Refusal(
-        ("train_sampling_strategy",),
-        lambda value: value != "random",
-        "has no effect: rows are packed, and shuffled from the seed and the epoch alone. Leave it out.",
-    ),
-    Refusal(
-        ("length_column_name",),
-        lambda value: value != "length",
-        "has no effect: rows are packed from the lengths of the token ids themselves. Leave it out.",
-    ),
-    Refusal(
-        ("label_smoothing_factor",),
-        bool,
-        "has no effect on a drafter's objective, which follows the target's own tokens. Leave it 0.",
-    ),
-    Refusal(
-        ("label_names",),
-        lambda value: value not in (None, ["labels"]),
-        "has no effect: the collator makes the labels of the blocks itself. Leave it out.",
-    ),
-    Refusal(
-        ("average_tokens_across_devices",),
-        lambda value: not value,
-        "has no effect: a loss is normalised over all ranks, so that it does not depend on which rank has which rows. "
-        "Leave it True.",
-    ),
-    Refusal(
-        ("auto_find_batch_size",),
-        bool,
-        "would begin the run anew with fewer rows per step when memory runs out, which is another run. Leave it "
-        "False; lower row_length, max_anchors_per_row or prefetch_depth, or set activation_checkpointing=True, and "
-        "keep the rows per step by gradient_accumulation_steps.",
-    ),
-    Refusal(("include_for_metrics", "batch_eval_metrics"), bool, NO_PREDICTIONS),
-    Refusal(("eval_do_concat_batches",), lambda value: not value, NO_PREDICTIONS),
-    Refusal(
-        ("dataloader_in_order",),
-        lambda value: not value,
-        "would let batches overtake each other, so that a resumed run would skip others than were trained on. Leave "
-        "it True.",
-    ),
+    Refusal(("remove_unused_columns",), None, "would drop every column before the collator. Leave it False."),
+    Refusal(("bf16_full_eval", "fp16_full_eval"), None, "leaves the drafter no fp32 masters. Set bf16=True."),
+    Refusal(("enable_jit_checkpoint",), None, "writes a checkpoint in place; SIGTERM saves one anyway. Leave it out."),
+    Refusal(("neftune_noise_alpha",), None, "is noise on the target's embeddings. Use context_noise in its place."),
+    Refusal(("train_sampling_strategy",), "random", "has no effect: rows are shuffled from seed and epoch alone."),
+    Refusal(("length_column_name",), "length", "has no effect: rows are packed from the lengths of the token ids."),
+    Refusal(("label_smoothing_factor",), None, "has no effect on a drafter's objective. Leave it 0."),
+    Refusal(("label_names",), ["labels"], "has no effect: the collator makes the labels of the blocks."),
+    Refusal(("average_tokens_across_devices",), True, "has no effect: a loss is always normalised over all ranks."),
+    Refusal(("auto_find_batch_size",), None, "would start another run, with fewer rows a step. Lower row_length."),
+    Refusal(("include_for_metrics", "batch_eval_metrics"), None, NO_PREDICTIONS),
+    Refusal(("eval_do_concat_batches",), True, NO_PREDICTIONS),
+    Refusal(("dataloader_in_order",), True, "would let batches overtake each other, so that a resume skips others."),
 )
-
 # Of `accelerator_config`.
 REFUSED_OF_ACCELERATOR = (
-    Refusal(
-        ("split_batches", "dispatch_batches"),
-        bool,
-        "would have one rank's batches cut up for the others, while each rank reads its own rows here. Leave it out; "
-        "per_device_train_batch_size counts the rows of one rank.",
-    ),
-    Refusal(
-        ("even_batches",),
-        lambda value: not value,
-        "would leave some ranks without a last batch, for which the others would wait. Leave it True: rows that are "
-        "repeated count nothing.",
-    ),
-    Refusal(
-        ("use_seedable_sampler",),
-        lambda value: not value,
-        "has no effect: rows are shuffled from the seed and the epoch alone. Leave it True.",
-    ),
-    Refusal(
-        ("gradient_accumulation_kwargs",),
-        lambda value: "num_steps" in (value or {}),
-        "is known too late. Give gradient_accumulation_steps in its place.",
-    ),
+    Refusal(("split_batches", "dispatch_batches"), None, "would cut up batches, while each rank reads its own rows."),
+    Refusal(("even_batches",), True, "would leave ranks without a last batch, for which others would wait."),
+    Refusal(("use_seedable_sampler",), True, "has no effect: rows are shuffled from seed and epoch alone."),
 )
-
+# Arguments of [`DFlashTrainer`] that it would pass on to transformers' Trainer.
+REFUSED_OF_TRAINER = {
+    "compute_metrics": "would never be called, since no logits are kept: evaluation reports the loss, the acceptance "
+    "length and the accuracy per slot. Leave it out.",
+    "preprocess_logits_for_metrics": "would never be called, since no logits are kept. Leave it out.",
+    "compute_loss_func": "would never be called: the loss is that of args.objective. Override compute_loss instead.",
+    "model_init": "would make another drafter than `model`, which target and data are checked against. Make a trainer "
+    "per trial.",
+}
 # Set by `accelerate launch`.
 SHARDING_VARIABLES = (
     "ACCELERATE_USE_FSDP",
@@ -281,18 +115,19 @@ SHARDING_VARIABLES = (
 )
 
 
+def _refuse(refusals: tuple[Refusal, ...], values: dict[str, Any], prefix: str = "") -> None:
+    for names, taken, reason in refusals:
+        for name in names:
+            value = values[name]
+            if bool(value) if taken is None else value not in (None, taken):
+                raise ValueError(f"{prefix}{name}={value!r} {reason}")
+
+
 def check_before(args: Any, environment: MutableMapping[str, str] = os.environ) -> None:
     """Refuse what the parent would act on before anything else could be said, and take what the launcher says.
 
-    A launcher's mixed precision and compilation reach accelerate alone, and would leave the target, the head and the
-    record of the run with those of the arguments.
-
-    Args:
-        args: The [`DFlashTrainingArguments`] as they were given; `bf16`, `fp16` and `torch_compile` may be changed.
-        environment: Where `accelerate launch` writes its settings.
-
-    Raises:
-        ValueError: Naming the argument or variable, what it would do and what to do instead.
+    A launcher's mixed precision and compilation reach accelerate alone, by the environment, and would leave target,
+    head and the record of the run with those of the arguments.
     """
     _refuse(REFUSED_FIRST, vars(args))
     for name in SHARDING_VARIABLES:
@@ -301,8 +136,7 @@ def check_before(args: Any, environment: MutableMapping[str, str] = os.environ) 
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if precision not in ("no", "bf16", "fp16"):
         raise ValueError(
-            f"The launcher set mixed_precision={precision}, which the trainer does not know. Set it to 'no' and give "
-            "bf16=True."
+            f"The launcher set mixed_precision={precision}; expected no, bf16 or fp16. Set it to 'no' and bf16=True."
         )
     if precision != "no" and not (args.bf16 or args.fp16):
         setattr(args, precision, True)
@@ -311,250 +145,43 @@ def check_before(args: Any, environment: MutableMapping[str, str] = os.environ) 
         args.torch_compile, args.torch_compile_backend = True, args.torch_compile_backend or backend
 
 
-def refuse_effectless(args: Any) -> None:
-    """Refuse arguments that would have no effect or not the one they name.
-
-    Args:
-        args: The [`DFlashTrainingArguments`], as the parent left them.
-
-    Raises:
-        ValueError: Naming the argument, what it would do and what to do instead.
-    """
-    _refuse(REFUSED, vars(args))
-    _refuse(REFUSED_OF_ACCELERATOR, vars(args.accelerator_config), "accelerator_config.")
-
-
 def check_scripted(args: Any, has_evaluation_data: bool) -> None:
-    """Refuse what transformers leaves to scripts and a recipe does not do, and evaluations of nothing.
-
-    Args:
-        args: The [`DFlashTrainingArguments`].
-        has_evaluation_data: Whether there is anything to evaluate on.
-
-    Raises:
-        ValueError: Naming the argument and what to do instead.
-    """
+    """Refuse what transformers leaves to scripts and a recipe does not do, and evaluations of nothing."""
     if args.do_predict:
         raise ValueError(
-            "do_predict=True: this recipe predicts nothing. Leave it out; recipes/evaluate_acceptance.py measures the "
-            "drafter that it saves."
+            "do_predict=True: this recipe predicts nothing. Use recipes/evaluate_acceptance.py afterwards."
         )
-    evaluates = [name for name in ("do_eval", "eval_on_start") if getattr(args, name)]
-    if evaluates and not has_evaluation_data:
-        # transformers sets do_eval by itself where there is a strategy.
-        strategy = args.eval_strategy.value
-        what = f"eval_strategy={strategy}" if strategy != "no" else f"{evaluates[0]}=True"
-        raise ValueError(f"{what} needs data to evaluate on: give it (eval_completions, eval_documents).")
+    # transformers sets do_eval by itself where there is a strategy.
+    strategy = args.eval_strategy.value
+    asked = {f"eval_strategy={strategy}": strategy != "no", "do_eval=True": args.do_eval}
+    asked["eval_on_start=True"] = args.eval_on_start
+    for what, is_asked in asked.items():
+        if is_asked and not has_evaluation_data:
+            raise ValueError(f"{what} needs data to evaluate on: give it (eval_completions, eval_documents).")
 
 
 def check_trainer_options(given: dict[str, Any], args: Any) -> None:
-    """Refuse arguments of transformers' Trainer that would have no effect.
-
-    Args:
-        given: What [`DFlashTrainer`] was given beyond its own arguments.
-        args: The [`DFlashTrainingArguments`].
-
-    Raises:
-        ValueError: Naming the argument and what to do instead.
-    """
-    reasons = {
-        "compute_metrics": "compute_metrics would never be called, since no logits are kept: evaluation reports the "
-        "loss, the acceptance length and the accuracy per slot. Leave it out.",
-        "preprocess_logits_for_metrics": "preprocess_logits_for_metrics would never be called, since no logits are "
-        "kept. Leave it out.",
-        "compute_loss_func": "compute_loss_func would never be called: the loss is that of args.objective. Leave it "
-        "out, or override compute_loss in a subclass.",
-        "model_init": "model_init would make another drafter than `model`, after the target and the data were checked "
-        "against that one. Leave it out, and make a trainer per trial.",
-    }
-    for name, reason in reasons.items():
+    """Refuse what [`DFlashTrainer`] was given beyond its own arguments and would have no effect."""
+    for name, reason in REFUSED_OF_TRAINER.items():
         if given.get(name) is not None:
-            raise ValueError(reason)
-    optimizers = given.get("optimizers") or (None, None)
-    if args.muon and (given.get("optimizer_cls_and_kwargs") is not None or optimizers[0] is not None):
+            raise ValueError(f"{name} {reason}")
+    optimizer = (given.get("optimizers") or (None, None))[0]
+    if args.muon and (given.get("optimizer_cls_and_kwargs") is not None or optimizer is not None):
         raise ValueError("muon=True would have no effect beside an optimizer that is given. Give one of them.")
 
 
-def _refuse(refusals: tuple[Refusal, ...], values: dict[str, Any], prefix: str = "") -> None:
-    for refusal in refusals:
-        for name in refusal.names:
-            if refusal.refused(values[name]):
-                raise ValueError(f"{prefix}{name}={values[name]!r} {refusal.reason}")
+def _with_help(cls: Any) -> Any:
+    """Give each field of a dataclass the text of its docstring as help, or that of the parent's field."""
+    entries = re.findall(r"^ {8}(\w+) \(.*\):\n((?: {12}.*\n)+)", cls.__doc__ or "", re.MULTILINE)
+    texts = {name: " ".join(text.split()).replace("`", "") for name, text in entries}
+    for name in cls.__annotations__:
+        own, parent = cls.__dataclass_fields__[name], TrainingArguments.__dataclass_fields__.get(name)
+        text = texts.get(name) or (parent.metadata["help"] if parent else "")
+        own.metadata = MappingProxyType({"help": text, **own.metadata})
+    return cls
 
 
-# --- Whether what a run is told acts: compilation, weights of slots, metric, optimizer and schedule, made for a try.
-
-
-logger = logging.get_logger(__name__)
-
-# Of one data set or of several by name, each with the prefix "eval_" or without.
-METRIC = re.compile(
-    r"(.*_)?(loss|accuracy|accuracy_slot_\d+|full_blocks|fully_accepted_blocks|acceptance_slot_\d+"
-    r"|acceptance_length(_.+)?)"
-)
-
-PLAIN_ADAMW = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
-
-OF_SOME_OPTIMIZERS = ("optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
-
-
-def check_effects(args: Any) -> None:
-    """Refuse arguments that would have no effect or not the one they name, and names that nothing has.
-
-    Args:
-        args: The [`DFlashTrainingArguments`], as the parent left them.
-
-    Raises:
-        ValueError: Naming the argument, what it would do and what to do instead.
-    """
-    refuse_effectless(args)
-    if args.dataloader_persistent_workers and not args.dataloader_num_workers:
-        raise ValueError(
-            "dataloader_persistent_workers=True keeps workers, of which dataloader_num_workers=0 starts none. Give "
-            "both, or leave it False."
-        )
-    if args.compile_layers and args.torch_compile:
-        raise ValueError(
-            "compile_layers=True and torch_compile=True (or the launcher's dynamo_backend) contradict each other: the "
-            "one compiles the drafter's layers one by one, the other the whole drafter. Give one of them."
-        )
-    if args.torch_compile:
-        _check_compilation(args)
-    _check_objective(args)
-    _tell_of_metric(args)
-    _check_optimizer(args)
-    _check_schedule(args)
-
-
-def _check_compilation(args: Any) -> None:
-    known = [backend.value.lower() for backend in DynamoBackend if backend != DynamoBackend.NO]
-    if args.torch_compile_backend.lower() not in known:
-        raise ValueError(f"torch_compile_backend={args.torch_compile_backend!r} is none of {', '.join(known)}.")
-    if args.torch_compile_mode is not None and args.torch_compile_backend == "inductor":
-        from torch._inductor import list_mode_options
-
-        modes = sorted(list_mode_options())
-        if args.torch_compile_mode not in modes:
-            raise ValueError(f"torch_compile_mode={args.torch_compile_mode!r} is none of {', '.join(modes)}.")
-
-
-def _check_objective(args: Any) -> None:
-    """Weights of slots that the objective does not use."""
-    compares = compares_distributions(args.objective)
-    if args.objective == "expected_acceptance" and args.cross_entropy_share == 0:
-        used = set()
-    elif compares:
-        used = {"slot_weights", "loss_gamma" if args.slot_weights == "decay" else "dpace_alpha"}
-    else:
-        used = {"loss_gamma" if args.objective == "cross_entropy" else "dpace_alpha"}
-    for name in {"slot_weights", "loss_gamma", "dpace_alpha"} - used:
-        if getattr(args, name) != _default(args, name):
-            slots = f" with slot_weights={args.slot_weights!r}" if compares else ""
-            raise ValueError(
-                f"{name}={getattr(args, name)} has no effect on objective={args.objective!r}{slots}: loss_gamma is of "
-                "the weights that decay, dpace_alpha of dpace's, and expected_acceptance has neither without a "
-                "cross_entropy_share. Leave it out."
-            )
-
-
-def _tell_of_metric(args: Any) -> None:
-    """The name of a metric is looked up after the first evaluation, which may come late; a subclass may add some."""
-    name = args.metric_for_best_model
-    if name is not None and not METRIC.fullmatch(name):
-        logger.warning(
-            f"metric_for_best_model={name!r} is no metric of an evaluation, so the first one will end the run unless "
-            "something adds it. There are loss, acceptance_length (also _SOURCE), accuracy, full_blocks, "
-            "fully_accepted_blocks, and accuracy_slot_K and acceptance_slot_K."
-        )
-
-
-def _check_optimizer(args: Any) -> None:
-    """An optimizer that can be made, and that reads what is given for it."""
-    name = args.optim.value
-    if args.muon:
-        given = [n for n in ("optim_args", "optim_target_modules") if getattr(args, n)]
-        given += [] if args.optim in PLAIN_ADAMW else [f"optim={name!r}"]
-        if given:
-            raise ValueError(
-                f"muon=True trains with torch's Muon and AdamW, on which {', '.join(given)} would have no effect. "
-                "Give one of them."
-            )
-        return
-    if "lomo" in name or "layerwise" in name:
-        raise ValueError(
-            f"optim={name!r} steps within the backward, where gradients are neither clipped nor looked at before they "
-            "change the drafter. Choose another one; optim='adamw_torch_8bit' saves memory too."
-        )
-    if name.startswith(("galore", "apollo")):
-        if args.optim_target_modules is None:
-            raise ValueError(f"optim={name!r} needs optim_target_modules, such as 'all-linear'.")
-        return
-    try:
-        made = Trainer.get_optimizer_cls_and_kwargs(args)
-        given = [n for n in OF_SOME_OPTIMIZERS if getattr(args, n) != _default(args, n)]
-        ignored = [n for n in given if _makes(args, n, _default(args, n)) == made] + _ignored_keys(args)
-    except (ImportError, ValueError, AttributeError) as error:
-        raise ValueError(f"optim={name!r} with optim_args={args.optim_args!r} cannot be made: {error}.") from error
-    if ignored:
-        raise ValueError(
-            f"{', '.join(ignored)} would have no effect on optim={name!r}. Leave it out, or choose an optimizer that "
-            "reads it."
-        )
-
-
-def _ignored_keys(args: Any) -> list[str]:
-    """Keys of `optim_args` that the optimizer does not read."""
-    pairs = args.optim_args.split(",") if args.optim_args else []
-    ignored = []
-    for pair in pairs:
-        key, others = pair.partition("=")[0].strip(), [other for other in pairs if other != pair]
-        try:
-            with_it = _makes(args, "optim_args", ",".join([*others, f"{key}=7"]))
-            is_read = with_it != _makes(args, "optim_args", ",".join(others))
-        except (ValueError, AttributeError):
-            is_read = True  # 7 is no value of it
-        ignored += [] if is_read else [f"{key} of optim_args"]
-    return ignored
-
-
-def _makes(args: Any, name: str, value: Any) -> Any:
-    """The optimizer of the arguments with another value of one of them."""
-    own = vars(args)[name]
-    setattr(args, name, value)
-    try:
-        return Trainer.get_optimizer_cls_and_kwargs(args)
-    finally:
-        setattr(args, name, own)
-
-
-def _check_schedule(args: Any) -> None:
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    kwargs = dict(args.lr_scheduler_kwargs or {})
-    try:
-        get_scheduler(args.lr_scheduler_type, optimizer, 1, 10**6, scheduler_specific_kwargs=kwargs)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"lr_scheduler_kwargs={args.lr_scheduler_kwargs} do not fit "
-            f"lr_scheduler_type={args.lr_scheduler_type.value!r}: {error}."
-        ) from error
-
-
-def _default(args: Any, name: str) -> Any:
-    return next(field.default for field in fields(args) if field.name == name)
-
-
-# --- Training arguments of a DFlash drafter; the defaults are the paper's where it gives them.
-
-# Arguments that decide what is learned from them: changing one on the way is a choice, of which a resume tells.
-LEARNING_ARGUMENTS = (
-    *("num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
-    *("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
-    *("muon", "num_anchors", "max_anchors_per_row", "context_noise", "objective", "loss_gamma", "dpace_alpha"),
-    *("slot_weights", "loss_temperature", "cross_entropy_share"),
-    *("bf16", "fp16", "tf32", "ignore_data_skip", "target_model_init_kwargs"),
-)
-
-
+@_with_help
 @dataclass
 class DFlashTrainingArguments(TrainingArguments):
     r"""
@@ -640,95 +267,50 @@ class DFlashTrainingArguments(TrainingArguments):
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "target_model_init_kwargs"]  # noqa: RUF012
 
-    num_anchors: int = field(default=512, metadata={"help": "Anchors per document and epoch."})
-    max_anchors_per_row: int | None = field(
-        default=None, metadata={"help": "Cap on the anchors of a packed row; a quarter of its tokens."}
-    )
-    row_length: int = field(default=4096, metadata={"help": "Tokens of a packed row."})
-    max_length: int | None = field(
-        default=None, metadata={"help": "Tokens kept of each document when chats are tokenised by the trainer."}
-    )
-    enable_thinking: bool | None = field(default=None, metadata={"help": "Handed to the chat template if given."})
-    allow_other_template: bool = field(
-        default=False, metadata={"help": "Train on documents written by another chat template, with a warning."}
-    )
-    context_noise: float = field(
-        default=0.05, metadata={"help": "Half-width of the uniform noise on the target's hidden states."}
-    )
-    objective: str = field(
-        default="cross_entropy",
-        metadata={"help": f"Objective: {', '.join(OBJECTIVES)}.", "choices": [*OBJECTIVES]},
-    )
-    loss_gamma: float | None = field(
-        default=None, metadata={"help": "Decay length of cross_entropy in slots; min(block_size / 2, 7)."}
-    )
-    dpace_alpha: float = field(default=0.5, metadata={"help": "Smoothing of dpace."})
-    slot_weights: str | None = field(
-        default=None, metadata={"help": "Weights of the slots where distributions are compared: dpace or decay."}
-    )
-    loss_temperature: float = field(default=1.0, metadata={"help": "Temperature of the target's distribution."})
-    cross_entropy_share: float = field(
-        default=0.0, metadata={"help": "Share of the cross-entropy where distributions are compared."}
-    )
-    muon: bool = field(default=False, metadata={"help": "Train the matrices with Muon, the norms with AdamW."})
-    loss_chunk_blocks: int | None = field(default=None, metadata={"help": "Blocks per chunk of the loss."})
-    target_device: str | None = field(
-        default=None, metadata={"help": "Device of the frozen target, in place of target_layout's."}
-    )
-    target_layout: str = field(
-        default="auto", metadata={"help": "Where targets are: auto, paired, shared or spread.", "choices": [*LAYOUTS]}
-    )
-    prefetch_depth: int = field(default=2, metadata={"help": "Batches that the target works ahead; 0 takes turns."})
-    feature_copies: str = field(
-        default="auto",
-        metadata={"help": "How hidden states cross: auto, peer or host.", "choices": [*FEATURE_COPIES]},
-    )
-    measure_alone_steps: int = field(
-        default=0, metadata={"help": "First steps that run in turn, to measure each half by itself."}
-    )
-    ddp_bf16_compression: bool = field(default=False, metadata={"help": "Send gradients between ranks in bf16."})
-    target_model_init_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Arguments of from_pretrained for a target given by id or folder."}
-    )
-    compile_target: bool = field(
-        default=True, metadata={"help": "Compile on CUDA a Qwen3.5/3.6 target's layers, others' attention."}
-    )
-    allow_slow_target: bool = field(
-        default=False, metadata={"help": "Run a hybrid target on CUDA without flash-linear-attention."}
-    )
-    drafter_attn_implementation: str | None = field(default=None, metadata={"help": "flex_attention, sdpa or eager."})
-    trainable_modules: list[str] | None = field(
-        default=None, metadata={"help": "Modules of the drafter that are trained; by default all."}
-    )
-    max_nonfinite_steps: int = field(
-        default=10, metadata={"help": "Steps in a row that are not finite and left out, after which the run stops."}
-    )
-    remote_checkpoint_dir: str | None = field(
-        default=None, metadata={"help": "fsspec address to which each finished checkpoint is copied."}
-    )
-    allow_resume_changes: list[str] | None = field(
-        default=None, metadata={"help": "What may differ on resuming: target, tokenizer, data, rows."}
-    )
-    compile_layers: bool | None = field(
-        default=None, metadata={"help": "Compile the drafter's layers one by one; by default on CUDA."}
-    )
+    num_anchors: int = 512
+    max_anchors_per_row: int | None = None
+    row_length: int = 4096
+    max_length: int | None = None
+    enable_thinking: bool | None = None
+    allow_other_template: bool = False
+    context_noise: float = 0.05
+    objective: str = field(default="cross_entropy", metadata={"choices": [*OBJECTIVES]})
+    loss_gamma: float | None = None
+    dpace_alpha: float = 0.5
+    slot_weights: str | None = None
+    loss_temperature: float = 1.0
+    cross_entropy_share: float = 0.0
+    muon: bool = False
+    loss_chunk_blocks: int | None = None
+    target_device: str | None = None
+    target_layout: str = field(default="auto", metadata={"choices": [*LAYOUTS]})
+    prefetch_depth: int = 2
+    feature_copies: str = field(default="auto", metadata={"choices": [*FEATURE_COPIES]})
+    measure_alone_steps: int = 0
+    ddp_bf16_compression: bool = False
+    target_model_init_kwargs: dict[str, Any] | str | None = None
+    compile_target: bool = True
+    allow_slow_target: bool = False
+    drafter_attn_implementation: str | None = None
+    trainable_modules: list[str] | None = None
+    max_nonfinite_steps: int = 10
+    remote_checkpoint_dir: str | None = None
+    allow_resume_changes: list[str] | None = None
+    compile_layers: bool | None = None
 
-    learning_rate: float = field(default=6e-4, metadata={"help": "Initial learning rate."})
-    lr_scheduler_type: str = field(default="cosine", metadata={"help": "Learning rate schedule."})
-    warmup_steps: float = field(
-        default=0.04, metadata={"help": "Steps of warm-up, or their share of all steps when below 1."}
-    )
-    num_train_epochs: float = field(default=6.0, metadata={"help": "Passes over the data."})
-    per_device_train_batch_size: int = field(default=1, metadata={"help": "Packed rows per micro-batch."})
-    per_device_eval_batch_size: int = field(default=1, metadata={"help": "Packed rows per evaluation batch."})
-    logging_steps: float = field(default=10, metadata={"help": "Log every so many steps."})
-    remove_unused_columns: bool = field(
-        default=False, metadata={"help": "Kept False: the drafter's forward names none of the data's columns."}
-    )
+    # Of the parent, with other defaults.
+    learning_rate: float = 6e-4
+    lr_scheduler_type: str = "cosine"
+    warmup_steps: float = 0.04
+    num_train_epochs: float = 6.0
+    per_device_train_batch_size: int = 1
+    per_device_eval_batch_size: int = 1
+    logging_steps: float = 10
+    remove_unused_columns: bool = False
     # The parent's filter would log a broken step as a harmless one, and waits for the device in every micro-batch.
-    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Leave non-finite losses out of the log."})
+    logging_nan_inf_filter: bool = False
     # The drafter's configuration is published: training must not write use_cache=False into it.
-    use_cache: bool = field(default=True, metadata={"help": "Written into the drafter's configuration."})
+    use_cache: bool = True
 
     def __post_init__(self):
         # The parent checks a GPU's types before it hears that accelerate was told to keep to the CPU, and where there
@@ -742,12 +324,83 @@ class DFlashTrainingArguments(TrainingArguments):
         if self.device.type == "cpu":
             # Pinned memory speeds up copies to an accelerator; without one, torch warns at every dataloader.
             self.dataloader_pin_memory = False
-        check_values(self)
-        refuse_options(self)
-        check_effects(self)
+        self._check_values()
+        _refuse(REFUSED, vars(self))
+        _refuse(REFUSED_OF_ACCELERATOR, vars(self.accelerator_config), "accelerator_config.")
+        self._check_weights()
+        self._check_optimizer()
+        refuse_token(self.target_model_init_kwargs, "be written into every checkpoint with the arguments")
         check_world_size(self.world_size)
         if self.remote_checkpoint_dir is not None:
             check_address(self.remote_checkpoint_dir)
+
+    def _check_values(self) -> None:
+        """Numbers in their ranges, names that exist, and arguments that do not contradict each other."""
+        values = vars(self)
+        for names, smallest, largest, expected in RANGES:
+            for name in names:
+                if values[name] is not None and not smallest <= values[name] <= largest:
+                    raise ValueError(f"{name}={values[name]} must be {expected}.")
+        if self.max_steps == 0:
+            raise ValueError("max_steps=0 would train nothing. Leave it out (-1), or call evaluate().")
+        if self.max_steps < 0 and not 0 < self.num_train_epochs <= FINITE:
+            raise ValueError(
+                f"num_train_epochs={self.num_train_epochs} must be more than 0, and finite, where max_steps is not "
+                "given, or nothing would be trained."
+            )
+        choices = {"target_layout": LAYOUTS, "feature_copies": FEATURE_COPIES}
+        if self.drafter_attn_implementation is not None:
+            choices["drafter_attn_implementation"] = ATTENTION
+        for name, taken in choices.items():
+            if values[name] not in taken:
+                raise ValueError(f"{name}={values[name]!r} must be one of {', '.join(taken)}.")
+        unknown = sorted(set(self.allow_resume_changes or []) - set(CHANGES))
+        if unknown:
+            raise ValueError(f"allow_resume_changes names {unknown}; what may differ is one of {list(CHANGES)}.")
+        if self.fp16 and self.device.type == "cpu":
+            raise ValueError("fp16=True needs an accelerator; on a CPU leave it out, or set bf16=True.")
+        if self.compile_layers and self.torch_compile:
+            raise ValueError(
+                "compile_layers=True and torch_compile=True (or the launcher's dynamo_backend) contradict each other: "
+                "one compiles the layers one by one, the other the whole drafter. Give one of them."
+            )
+
+    def _check_weights(self) -> None:
+        """Weights of slots that the objective uses, and settings in their ranges."""
+        # The block size only gives a default here.
+        objective_of(self, block_size=2)
+        compares = compares_distributions(self.objective)
+        if self.objective == "expected_acceptance" and self.cross_entropy_share == 0:
+            used: set[str] = set()
+        elif compares:
+            used = {"slot_weights", "loss_gamma" if self.slot_weights == "decay" else "dpace_alpha"}
+        else:
+            used = {"loss_gamma" if self.objective == "cross_entropy" else "dpace_alpha"}
+        for name in {"slot_weights", "loss_gamma", "dpace_alpha"} - used:
+            value = vars(self)[name]
+            if value != vars(DFlashTrainingArguments)[name]:
+                slots = f" with slot_weights={self.slot_weights!r}" if compares else ""
+                raise ValueError(
+                    f"{name}={value} has no effect on objective={self.objective!r}{slots}. Leave it out: loss_gamma "
+                    "belongs to the weights that decay, dpace_alpha to dpace's, and expected_acceptance has weights "
+                    "only with a cross_entropy_share."
+                )
+
+    def _check_optimizer(self) -> None:
+        name = OptimizerNames(self.optim).value
+        if self.muon:
+            given = [n for n in ("optim_args", "optim_target_modules") if vars(self)[n]]
+            given += [] if self.optim in PLAIN_ADAMW else [f"optim={name!r}"]
+            if given:
+                raise ValueError(
+                    f"muon=True trains with torch's Muon and AdamW, on which {', '.join(given)} would have no effect. "
+                    "Give one of them."
+                )
+        elif "lomo" in name or "layerwise" in name:
+            raise ValueError(
+                f"optim={name!r} steps within the backward, where gradients are neither clipped nor checked. Choose "
+                "another one; optim='adamw_torch_8bit' saves memory too."
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         # Every checkpoint holds a pickle of the arguments, which must not hold a token.

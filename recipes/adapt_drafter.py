@@ -24,7 +24,7 @@ from dflash_hf.callbacks import end_together
 from dflash_hf.cli import errors_in_one_line, parse_config, refuse_unused
 from dflash_hf.publishing import FACTS_NAME, read_facts
 from dflash_hf.tokenizing import read_manifest
-from dflash_hf.trainer import begin, documents_reader
+from dflash_hf.trainer import documents_reader
 from dflash_hf.training_args import check_scripted
 
 
@@ -79,7 +79,7 @@ def run(adapt: AdaptArguments, args: DFlashTrainingArguments) -> None:
         )
         if args.resume_from_checkpoint:
             # A checkpoint of something else shows before the drafter is measured.
-            begin(trainer, None)
+            trainer.begin()
     before = trainer.evaluate() if eval_documents is not None else None
     trainer.train()
     trainer.save_model()

@@ -32,15 +32,12 @@ NAN, INFINITY = float("nan"), float("inf")
         ("save_steps", NAN, "save_steps=nan"),
         ("seed", -1, "seed=-1 must be in 0 to 4294967295"),
         ("data_seed", 2**32, "data_seed=4294967296"),
-        ("report_to", "nothing_known", "nothing_known is not supported"),
         ("loss_gamma", NAN, "loss_gamma=nan"),
         ("dpace_alpha", 1.5, "dpace_alpha=1.5"),
         ("objective", "cross-entropy", "objective='cross-entropy' is unknown"),
         ("cross_entropy_share", 0.5, "have no effect"),
         ("loss_temperature", 1e-30, "loss_temperature=1e-30"),
         ("drafter_attn_implementation", "flash_attention_2", "flex_attention, sdpa, eager"),
-        ("target_device", "gpu1", "target_device='gpu1' is no device"),
-        ("target_device", "cuda:99", "sees 0 GPUs|sees [0-9] GPUs"),
     ],
 )
 def test_values_that_no_run_can_use_are_refused(name, value, message, tmp_path):

@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from dflash_hf import callbacks as launching
 from dflash_hf.callbacks import GRACE, INTERRUPTED_STATUS, LAUNCHED, Interrupts, TrainingInterrupted, tell_of_grace
+from dflash_hf.checkpointing import manifest_problems
 
 
 @pytest.fixture(scope="module")
@@ -150,3 +151,40 @@ def test_a_run_says_it_before_its_first_step(target, tmp_path, monkeypatch, capl
     monkeypatch.setattr(launching, "BYTES_PER_SECOND", 1e3)
     make_trainer(tmp_path, target, max_steps=1, save_strategy="no").train()
     assert "the launcher kills its ranks" in caplog.text
+
+
+def test_a_closed_terminal_ends_a_run_with_a_checkpoint_unless_it_runs_under_nohup(target, tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with pytest.raises(TrainingInterrupted):
+            make_trainer(tmp_path / "a", target, callbacks=[Send(2, signal.SIGHUP)]).train()
+        assert (tmp_path / "a" / "checkpoint-2").exists() and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        trainer = make_trainer(tmp_path / "b", target, callbacks=[Send(2, signal.SIGHUP)], max_steps=3)
+        trainer.train()
+        assert trainer.state.global_step == 3 and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+class SendEvaluating(TrainerCallback):
+    """Sends SIGTERM to this process in the evaluation behind the last step."""
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        if state.global_step == state.max_steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+
+
+@pytest.mark.parametrize("callback", [Send(2, signal.SIGTERM), SendEvaluating()])
+def test_a_signal_at_the_end_of_a_run_without_checkpoints_writes_one(target, tmp_path, callback):
+    """The signal is passed on once training is done, and may end the process before anything else is saved."""
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda *_: received.append(1))
+    evaluates = {"eval_dataset": make_documents(1), "eval_strategy": "steps", "eval_steps": 2}
+    trainer = make_trainer(tmp_path, target, callbacks=[callback], max_steps=2, save_strategy="no", **evaluates)
+    try:
+        trainer.train()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert received == [1] and not manifest_problems(tmp_path / "checkpoint-2")

@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from runs import finish, start, train, wait_for_step
@@ -216,23 +215,6 @@ def signal_launcher(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_launcher_reaches_the_ranks(tmp_path, number):
     signal_launcher(tmp_path, number, TWO_GLOO_RANKS, {"ACCELERATE_USE_CPU": "true"})
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGINT), slow(signal.SIGKILL)])
-def test_the_end_of_the_launcher_of_a_single_process_ends_it_with_a_checkpoint(tmp_path, number):
-    """accelerate passes no signal on to a single process, which would train on for itself."""
-    process = launched(tmp_path, ("--cpu",), {}, seconds=0.05)
-    while not (tmp_path / "step-0").exists():
-        assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
-        time.sleep(0.05)
-    (run,) = psutil.Process(process.pid).children()
-    process.send_signal(number)
-    process.wait(60)
-    run.wait(60)
-    log = (tmp_path / "log").read_text()
-    newest = last_complete_checkpoint(tmp_path / "run")
-    assert newest is not None and (tmp_path / "step-0").read_text() == newest.name.split("-")[1], log[-2000:]
-    assert log.count("The launcher has ended") == 1 and "The run is interrupted after step" in log
 
 
 def run_with_workers(folder: Path, **arguments) -> tuple[subprocess.Popen, Path]:

@@ -78,31 +78,15 @@ def test_every_argument_of_transformers_has_been_looked_at():
         ({"label_names": ["foo"]}, "label_names=.*has no effect"),
         ({"length_column_name": "n"}, "length_column_name='n' has no effect"),
         ({"dataloader_in_order": False, "dataloader_num_workers": 2}, "dataloader_in_order=False.*overtake"),
-        ({"dataloader_persistent_workers": True}, "dataloader_num_workers=0 starts none"),
         ({"accelerator_config": {"split_batches": True}}, r"accelerator_config\.split_batches=True"),
         ({"accelerator_config": {"dispatch_batches": True}}, r"accelerator_config\.dispatch_batches=True"),
         ({"accelerator_config": {"even_batches": False}}, "even_batches=False.*would wait"),
         ({"accelerator_config": {"use_seedable_sampler": False}}, "use_seedable_sampler=False has no effect"),
-        (
-            {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
-            "Give gradient_accumulation_steps in its place",
-        ),
         ({"compile_layers": True, "torch_compile": True}, "contradict"),
-        ({"torch_compile_backend": "foo"}, "torch_compile_backend='foo' is none of eager"),
-        ({"torch_compile_mode": "foo"}, "torch_compile_mode='foo' is none of default"),
-        ({"optim_args": "foo=1"}, "foo of optim_args would have no effect on optim='adamw_torch_fused'"),
-        ({"optim": "sgd", "optim_args": "momentum=0.9, foo=1"}, "^foo of optim_args would"),
-        ({"optim": "sgd", "optim_args": "momentum"}, "optim_args='momentum' cannot be made"),
-        ({"optim": "sgd", "adam_beta1": 0.5}, "adam_beta1 would have no effect on optim='sgd'"),
-        ({"optim_target_modules": ["fc"]}, "optim_target_modules would have no effect"),
         ({"optim": "lomo"}, "optim='lomo' steps within the backward"),
         ({"optim": "galore_adamw_layerwise"}, "steps within the backward"),
-        ({"optim": "galore_adamw"}, "needs optim_target_modules"),
         ({"muon": True, "optim": "adamw_torch_8bit"}, "muon=True.*optim='adamw_torch_8bit' would have no effect"),
         ({"muon": True, "optim_args": "foo=1"}, "muon=True.*optim_args"),
-        ({"lr_scheduler_kwargs": {"foo": 1}}, "lr_scheduler_kwargs=.*do not fit.*'cosine'.*foo"),
-        ({"lr_scheduler_type": "warmup_stable_decay"}, "'warmup_stable_decay'.*num_decay_steps"),
-        ({"lr_scheduler_type": "cosine_with_min_lr"}, "'cosine_with_min_lr'.*min_lr"),
         ({"objective": "dpace", "loss_gamma": 3.0}, "loss_gamma=3.0 has no effect on objective='dpace'"),
         ({"dpace_alpha": 0.3}, "dpace_alpha=0.3 has no effect on objective='cross_entropy'"),
         ({"objective": "kl", "loss_gamma": 3.0}, "loss_gamma=3.0 has no effect on objective='kl' with slot_weights"),
@@ -114,13 +98,6 @@ def test_every_argument_of_transformers_has_been_looked_at():
 def test_arguments_that_would_do_something_else_are_refused(values, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         arguments(tmp_path, **values)
-
-
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_loaded(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("dflash_hf.training_args.get_available_reporting_integrations", list)
-    with pytest.raises(ValueError, match=f"needs {name}.*Install"):
-        arguments(tmp_path, report_to=[name])
 
 
 @pytest.mark.parametrize(
@@ -265,15 +242,6 @@ def test_an_interrupted_run_says_how_to_go_on_and_warns_when_it_does_not(target,
     # Checkpoints of another run are told of as such.
     make_trainer(tmp_path, target, max_steps=1, learning_rate=0.5).train()
     assert "anew" not in caplog.text and "of another run" in caplog.text
-
-
-def test_a_metric_that_no_evaluation_reports_is_told_of_at_once(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("dflash_hf.training_args.logger", logging.getLogger("seen"))
-    for name in ("acceptance_length", "eval_code_acceptance_length_mbpp", "eval_loss", "accuracy_slot_3"):
-        arguments(tmp_path, metric_for_best_model=name)
-    assert not caplog.text
-    arguments(tmp_path, metric_for_best_model="acceptence_length")
-    assert "metric_for_best_model='acceptence_length' is no metric" in caplog.text
 
 
 def test_a_cpu_that_was_not_asked_for_is_told_of(target, tmp_path, caplog, monkeypatch):
