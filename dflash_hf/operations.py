@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The floating-point operations of a step, and how many a device does in a second.
 
-Plan, benchmark and the trainer's `total_flos` count here alone, so that their figures can be held against each other.
+Plan, benchmark and the trainer's `total_flos` count here alone, so that their figures can be compared.
 """
 
 import statistics
 from collections.abc import Iterable
-from itertools import pairwise
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -48,20 +47,17 @@ def passed_weights(layers: Iterable[nn.Module], config: PreTrainedConfig) -> int
         config: The configuration of the target's language model.
     """
     chosen = config.to_dict().get("num_experts_per_tok")
-    weights = [
-        ("experts" in name.split(".") and weight.ndim > 1, weight)
-        for layer in layers
-        for name, weight in layer.named_parameters()
-    ]
-    if chosen is None and any(routed for routed, _ in weights):
-        logger.warning_once(
-            f"{config.model_type} does not say how many experts a token is sent to (num_experts_per_tok): the work of "
-            "its target is counted as if all of them worked on every token."
-        )
-    return sum(
-        weight.numel() * chosen // weight.shape[0] if routed and chosen else weight.numel()
-        for routed, weight in weights
-    )
+    total = 0
+    for layer in layers:
+        for name, weight in layer.named_parameters():
+            is_routed = "experts" in name.split(".") and weight.ndim > 1
+            total += weight.numel() * chosen // weight.shape[0] if is_routed and chosen else weight.numel()
+            if is_routed and not chosen:
+                logger.warning_once(
+                    f"{config.model_type} does not say how many experts a token is sent to (num_experts_per_tok): "
+                    "its target is counted as if all of them worked on every token."
+                )
+    return total
 
 
 class Operations(NamedTuple):
@@ -130,16 +126,17 @@ def batch_operations(
 
 def product_rate(device: torch.device) -> float:
     """Operations per second of a square matrix product: bf16 of 8192 on CUDA, fp32 of 512 elsewhere."""
-    cuda = device.type == "cuda"
-    size, dtype = (8192, torch.bfloat16) if cuda else (512, torch.float32)
+    is_cuda = device.type == "cuda"
+    size, dtype = (8192, torch.bfloat16) if is_cuda else (512, torch.float32)
     # Random, since a product of zeros draws less power and runs faster.
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    out, ends = torch.empty_like(a), []
+    out, seconds = torch.empty_like(a), []
     for _ in range(7):
+        start = perf_counter()
         for _ in range(10):
             torch.mm(a, b, out=out)
-        if cuda:
+        if is_cuda:
             torch.cuda.synchronize(device)
-        ends.append(perf_counter())
-    # The first round warms up.
-    return 10 * 2 * size**3 / statistics.median(end - start for start, end in pairwise(ends[1:]))
+        seconds.append(perf_counter() - start)
+    # The first two rounds warm up.
+    return 10 * 2 * size**3 / statistics.median(seconds[2:])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run before its first step: devices, memory, hours, and every part tried once on the machine itself."""
+"""A run before its first step: devices, memory and hours, and every part tried once on the machine itself."""
 
 import copy
 import errno
@@ -10,25 +10,21 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 import fsspec
 import numpy as np
 import torch
 import torch.distributed as dist
 from huggingface_hub import HfApi
-from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from .checkpoint_format import ADAPTER_WEIGHTS, TensorHeaders, file_headers, read_tensor_headers
-from .checkpointing import step_of
 from .configuration_dflash import DFlashDraftConfig
 from .data_collator import check_documents, check_token_ids, num_valid_anchors
 from .frozen_target import FrozenTarget, check_fits
@@ -38,118 +34,34 @@ from .operations import Operations, count_operations, drafter_weights, passed_we
 from .packing import Documents, PackedDataset
 from .prefetch import FeatureTransfer, feature_copies
 from .topology import Placement
-from .trainer import ANCHOR_BUCKET
+from .trainer import ANCHOR_BUCKET, DFlashTrainer
 from .training_args import DFlashTrainingArguments
 
 
-# --- Target and drafter by their configurations alone: their weights, and the memory and work that a row takes.
+logger = logging.get_logger(__name__)
 
-
-# Logits of one chunk of the loss, in fp32 with their gradient and softmax.
-CHUNK_BYTES = 3 * 4 * 2**27
-
-
-class DrafterShape:
-    """Work and memory of the drafter on a row.
-
-    Args:
-        config: The drafter's configuration.
-        tokens: Tokens of the row.
-        blocks: Blocks of the row, those that only fill it up included.
-        args: The training arguments.
-    """
-
-    def __init__(self, config: DFlashDraftConfig, tokens: float, blocks: float, args: DFlashTrainingArguments):
-        with torch.device("meta"):
-            drafter = DFlashDraftModel(config)
-        self.config, self.tokens, self.args = config, tokens, args
-        # The target's final hidden states then travel too, and go through the head.
-        self.compares = compares_distributions(args.objective)
-        self.parameters = sum(p.numel() for p in drafter.parameters())
-        self.weights = drafter_weights(drafter)
-        self.slots = blocks * config.block_size
-        self.head = config.vocab_size * config.hidden_size
-
-    def operations(self, anchors: float, target_weights: int) -> Operations:
-        """Operations of a row with so many anchors, all slots of whose blocks count."""
-        head_slots = anchors * (self.config.block_size - 1)
-        return count_operations(
-            self.weights, self.head, self.tokens, self.slots, head_slots, self.compares, target_weights
-        )
-
-    def bytes(self, beside_target: bool) -> float:
-        """Peak memory; the target's embedding and head are the target's own where that is on the same device."""
-        # fp32 weights, gradients and AdamW's two moments; embedding and head in bf16.
-        return 16.0 * self.parameters + self._activation_bytes() + (0 if beside_target else 2 * 2 * self.head)
-
-    def _activation_bytes(self) -> float:
-        """What the backward needs, the context in fp32 with its noise, the prefetched states and one loss chunk."""
-        config, args = self.config, self.args
-        heads = config.num_attention_heads * config.head_dim
-        per_slot = 24 * config.hidden_size + 6 * config.intermediate_size + 8 * heads
-        layers = 1 if args.activation_checkpointing else config.num_hidden_layers
-        features = self.tokens * config.hidden_size * (len(config.target_layer_ids or []) + self.compares)
-        waiting = (args.prefetch_depth + 1) * 2
-        batch = args.per_device_train_batch_size
-        return batch * (layers * per_slot * self.slots + (2 * 4 + waiting) * features) + CHUNK_BYTES
-
-
-class TargetShape:
-    """Weights and memory of the target, cut after the last tap unless the objective needs its distribution.
-
-    Args:
-        config: The target's configuration.
-        taps: Layers whose outputs are read.
-        args: The training arguments.
-    """
-
-    def __init__(self, config: PreTrainedConfig, taps: list[int], args: DFlashTrainingArguments):
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config)
-        decoder_layers = model.get_decoder().layers
-        layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers]
-        self.parameters = sum(p.numel() for p in model.parameters())
-        compares = compares_distributions(args.objective)
-        num_read = len(layers) if compares else taps[-1] + 1
-        # What is held of the layers, and what a token passes; embedding and head stay on the device beside it.
-        read_parameters = sum(layers[:num_read])
-        self.passed_parameters = passed_weights(decoder_layers[:num_read], config)
-        given = args.target_model_init_kwargs if isinstance(args.target_model_init_kwargs, dict) else {}
-        name = str(given.get("dtype") or config.dtype or "float32").removeprefix("torch.")
-        size = 2 if name in ("auto", "bfloat16", "float16") else 4
-        quantization = given.get("quantization_config") or config.to_dict().get("quantization_config")
-        weights = size * (self.parameters - sum(layers)) + read_parameters * (
-            size if quantization is None else _quantised_bits(quantization) / 8
-        )
-        tokens = args.row_length * args.per_device_train_batch_size
-        layer = 4 * config.intermediate_size + 16 * config.hidden_size
-        # One batch of hidden states is copied away while the next one is made.
-        self.bytes = weights + float(tokens * size * (layer + 2 * config.hidden_size * (len(taps) + compares)))
-
-
-def _quantised_bits(quantization: Any) -> float:
-    """Bits of a quantised weight, scales included, from the field that names them; 16 where none does."""
-    values = quantization if isinstance(quantization, dict) else quantization.to_dict()
-    if values.get("load_in_4bit"):
-        return 4.5
-    if values.get("load_in_8bit") or values.get("quant_method") == "fp8":
-        return 8.5
-    return float(values.get("bits", 15.5)) + 0.5
-
-
-# --- What a run will need, from configurations and documents alone: devices, memory, tokens, steps and hours.
-
-
+GIGABYTE = 1e9
 # Shares of a bf16 matrix product's rate that each half reaches on an H200 (`recipes/qwen3.6-27b/README.md`).
 TARGET_EFFICIENCY = 0.76
-
 DRAFTER_EFFICIENCY = 0.74
 # An H200's rate in operations per second, taken where there is no GPU to measure.
 ASSUMED_RATE = 780e12
 # What an estimate of memory may be wrong by.
 ESTIMATE_MARGIN = 0.15
+# Logits of one chunk of the loss, in fp32 with their gradient and softmax.
+CHUNK_BYTES = 3 * 4 * 2**27
 
-GIGABYTE = 1e9
+COPY_BYTES = 2**28
+ALL_REDUCE_SECONDS = 60
+
+RANKS_NAME = "ranks.json"
+# JSON has no infinity, and this is more than any weight.
+LARGEST = torch.finfo(torch.float32).max
+
+MakeTrainer = Callable[[DFlashTrainingArguments, Any], DFlashTrainer]
+
+
+# --- What a run will need, from configurations and documents alone.
 
 
 @dataclass
@@ -184,19 +96,16 @@ class Plan:
 
     def report(self) -> str:
         """The figures as text, one a line."""
-        shared = self.layout in ("shared", "cpu")
-        memory = [f"target device    {self.target_bytes / GIGABYTE:7.1f} GB"]
-        memory += [f"drafter device   {self.drafter_bytes / GIGABYTE:7.1f} GB"]
-        if shared:
-            memory = [f"one device holds both: {(self.target_bytes + self.drafter_bytes) / GIGABYTE:.1f} GB"]
+        lines = [f"layout           {self.layout}, {self.world_size} process{'es' if self.world_size > 1 else ''}"]
+        for rank, devices in self.devices.items():
+            lines.append(f"rank {rank:<11} target on {', '.join(devices[:-1])}, drafter on {devices[-1]}")
+        if self.layout in ("shared", "cpu"):
+            lines.append(f"one device holds both: {(self.target_bytes + self.drafter_bytes) / GIGABYTE:.1f} GB")
+        else:
+            lines.append(f"target device    {self.target_bytes / GIGABYTE:7.1f} GB")
+            lines.append(f"drafter device   {self.drafter_bytes / GIGABYTE:7.1f} GB")
         source = "measured here" if self.rate_is_measured else "assumed, an H200's"
-        lines = [
-            f"layout           {self.layout}, {self.world_size} process{'es' if self.world_size > 1 else ''}",
-            *(
-                f"rank {rank:<11} target on {', '.join(devices[:-1])}, drafter on {devices[-1]}"
-                for rank, devices in self.devices.items()
-            ),
-            *memory,
+        lines += [
             f"data             {self.documents:,} documents, {self.tokens:,} tokens, {self.rows:,} rows",
             f"anchors per row  {self.anchors_per_row:,.0f}",
             f"steps            {self.steps_per_epoch:,} an epoch, {self.total_steps:,} in all",
@@ -230,23 +139,22 @@ def make_plan(
         ValueError: When drafter and target, or drafter and data, do not fit together.
     """
     text_config = target_config.get_text_config(decoder=True)
-    _check_together(text_config, drafter_config, documents)
+    check_fits(drafter_config, text_config, text_config.vocab_size)
+    check_documents(documents, drafter_config.block_size)
+    assert drafter_config.mask_token_id is not None  # the configuration refuses to be without
+    check_token_ids(documents, text_config.vocab_size, drafter_config.mask_token_id)
     rows = PackedDataset(documents, args.row_length, seed=args.seed)
     per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
     world_size = args.world_size if world_size is None else world_size
     steps = math.ceil(len(rows) / (per_step * world_size))
     anchors, blocks = _anchors(rows, args, on_gpu=placements[0].drafter.type != "cpu")
-    shared = placements[0].drafter == placements[0].target[0]
-    target = TargetShape(text_config, drafter_config.target_layer_ids or [], args)
-    drafter = DrafterShape(drafter_config, rows.num_tokens / len(rows), blocks, args)
-    is_measured = args.device.type == "cuda"
-    rate = product_rate(args.device) if is_measured else ASSUMED_RATE
-    # Blocks that only fill up a row are drafted, but not compared with anything.
-    work = drafter.operations(anchors, target.passed_parameters)
+    work, needs = _work_and_memory(text_config, drafter_config, args, placements[0], rows, anchors, blocks)
+    rate_is_measured = args.device.type == "cuda"
+    rate = product_rate(args.device) if rate_is_measured else ASSUMED_RATE
     target_seconds = per_step * work.target / (rate * TARGET_EFFICIENCY)
     drafter_seconds = per_step * work.drafter / (rate * DRAFTER_EFFICIENCY)
-    in_turn = shared or args.prefetch_depth == 0
-    step_seconds = (sum if in_turn else max)((target_seconds, drafter_seconds))
+    in_turn = _is_shared(placements[0]) or args.prefetch_depth == 0
+    step_seconds = target_seconds + drafter_seconds if in_turn else max(target_seconds, drafter_seconds)
     return Plan(
         layout=placements[0].layout,
         devices={str(i): [*map(str, p.target), str(p.drafter)] for i, p in enumerate(placements)},
@@ -257,12 +165,9 @@ def make_plan(
         anchors_per_row=anchors,
         steps_per_epoch=steps,
         total_steps=args.max_steps if args.max_steps > 0 else math.ceil(steps * args.num_train_epochs),
-        target_parameters=target.parameters,
-        drafter_parameters=drafter.parameters,
-        target_bytes=target.bytes / len(placements[0].target),
-        drafter_bytes=drafter.bytes(beside_target=shared),
+        **needs,
         rate=rate,
-        rate_is_measured=is_measured,
+        rate_is_measured=rate_is_measured,
         target_seconds=target_seconds,
         drafter_seconds=drafter_seconds,
         step_seconds=step_seconds,
@@ -270,11 +175,98 @@ def make_plan(
     )
 
 
-def _check_together(target_config: PreTrainedConfig, drafter_config: DFlashDraftConfig, documents: Documents) -> None:
-    check_fits(drafter_config, target_config, target_config.vocab_size)
-    check_documents(documents, drafter_config.block_size)
-    assert drafter_config.mask_token_id is not None  # the configuration refuses to be without
-    check_token_ids(documents, target_config.vocab_size, drafter_config.mask_token_id)
+def _is_shared(placement: Placement) -> bool:
+    return placement.drafter == placement.target[0]
+
+
+def _work_and_memory(
+    target_config: PreTrainedConfig,
+    config: Any,
+    args: DFlashTrainingArguments,
+    placement: Placement,
+    rows: PackedDataset,
+    anchors: float,
+    blocks: float,
+) -> tuple[Operations, dict[str, Any]]:
+    """Operations of a mean row, and the fields of a plan that are weights and bytes, from models without weights.
+
+    Of `blocks` in a row, `anchors` are compared with something; the others fill it up and are drafted all the same.
+    """
+    with torch.device("meta"):
+        drafter = DFlashDraftModel(config)
+        target: Any = AutoModelForCausalLM.from_config(target_config)
+    compares, layers = compares_distributions(args.objective), target.get_decoder().layers
+    # The others are cut off, unless the objective needs the target's distribution.
+    read = layers if compares else layers[: config.target_layer_ids[-1] + 1]
+    tokens, slots = rows.num_tokens / len(rows), blocks * config.block_size
+    # The target's final hidden states travel too where they are compared with.
+    num_states = len(config.target_layer_ids) + compares
+    head = config.vocab_size * config.hidden_size
+    drafter_bytes = _drafter_bytes(drafter, config, args, slots, tokens * config.hidden_size * num_states)
+    needs = {
+        "target_parameters": _parameters(target),
+        "drafter_parameters": _parameters(drafter),
+        "target_bytes": _target_bytes(target, read, target_config, args, num_states) / len(placement.target),
+        # Embedding and head, in bf16, are the target's own on the same device.
+        "drafter_bytes": drafter_bytes + (0 if _is_shared(placement) else 2 * 2 * head),
+    }
+    head_slots, passed = anchors * (config.block_size - 1), passed_weights(read, target_config)
+    return count_operations(drafter_weights(drafter), head, tokens, slots, head_slots, compares, passed), needs
+
+
+def _parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def _drafter_bytes(
+    drafter: nn.Module, config: Any, args: DFlashTrainingArguments, slots: float, features: float
+) -> float:
+    """Peak memory of the drafter: weights, optimizer, what the backward needs, prefetched states, one loss chunk."""
+    per_slot = 24 * config.hidden_size + 6 * config.intermediate_size
+    per_slot += 8 * config.num_attention_heads * config.head_dim
+    layers = 1 if args.activation_checkpointing else config.num_hidden_layers
+    # The context in fp32 with its noise, and each batch that waits in bf16.
+    feature_bytes = features * (2 * 4 + 2 * (args.prefetch_depth + 1))
+    activations = args.per_device_train_batch_size * (layers * per_slot * slots + feature_bytes)
+    # fp32 weights, gradients and AdamW's two moments.
+    return 16.0 * _parameters(drafter) + activations + CHUNK_BYTES
+
+
+def _target_bytes(
+    target: Any, read: Any, config: PreTrainedConfig, args: DFlashTrainingArguments, num_states: int
+) -> float:
+    """Peak memory of the target: the layers that run, embedding and head, and the states of a batch."""
+    given = args.target_model_init_kwargs if isinstance(args.target_model_init_kwargs, dict) else {}
+    name = str(given.get("dtype") or config.dtype or "float32").removeprefix("torch.")
+    size = 2 if name in ("auto", "bfloat16", "float16") else 4
+    quantization = given.get("quantization_config") or config.to_dict().get("quantization_config")
+    layer_size = size if quantization is None else _quantised_bits(quantization) / 8
+    outside = _parameters(target) - _parameters(target.get_decoder().layers)
+    tokens = args.row_length * args.per_device_train_batch_size
+    # One batch of hidden states is copied away while the next one is made.
+    states = 4 * config.intermediate_size + 16 * config.hidden_size + 2 * config.hidden_size * num_states
+    return size * outside + layer_size * _parameters(read) + float(tokens * size * states)
+
+
+def _quantised_bits(quantization: Any) -> float:
+    """Bits of a quantised weight, scales included, from the field that names them; 16 where none does."""
+    values = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    if values.get("load_in_4bit"):
+        return 4.5
+    if values.get("load_in_8bit") or values.get("quant_method") == "fp8":
+        return 8.5
+    return float(values.get("bits", 15.5)) + 0.5
+
+
+def _anchors(rows: PackedDataset, args: DFlashTrainingArguments, on_gpu: bool) -> tuple[float, float]:
+    """Mean anchors of a row, and those that are computed: on a GPU all rows are padded to the largest one's."""
+    draws = np.minimum(num_valid_anchors(rows.documents), args.num_anchors)
+    cap = args.max_anchors_per_row or max(1, args.row_length // 4)
+    mean = min(float(draws.sum()), cap * len(rows)) / len(rows)
+    if not on_gpu:
+        return mean, mean
+    largest = min(cap, rows.largest_row_sum(draws))
+    return mean, -(-largest // ANCHOR_BUCKET) * ANCHOR_BUCKET
 
 
 def check_memory(plan: Plan, total_bytes: int, num_visible: int) -> None:
@@ -306,30 +298,11 @@ def check_memory(plan: Plan, total_bytes: int, num_visible: int) -> None:
     )
 
 
-def _anchors(rows: PackedDataset, args: DFlashTrainingArguments, on_gpu: bool) -> tuple[float, float]:
-    """Mean anchors of a row, and those that are computed: on a GPU all rows are padded to the largest one's."""
-    draws = np.minimum(num_valid_anchors(rows.documents), args.num_anchors)
-    cap = args.max_anchors_per_row or max(1, args.row_length // 4)
-    mean = min(float(draws.sum()), cap * len(rows)) / len(rows)
-    if not on_gpu:
-        return mean, mean
-    largest = min(cap, rows.largest_row_sum(draws))
-    return mean, -(-largest // ANCHOR_BUCKET) * ANCHOR_BUCKET
-
-
-# --- Two minutes on a rented machine before days: every part of a run once, each failure with its way out.
-
-
-if TYPE_CHECKING:
-    from .trainer import DFlashTrainer
-
-COPY_BYTES = 2**28
-
-ALL_REDUCE_SECONDS = 60
+# --- The preflight: two minutes on a rented machine before days, each failure with its way out.
 
 
 def preflight(
-    make_trainer: "Callable[[DFlashTrainingArguments, Any], DFlashTrainer]",
+    make_trainer: MakeTrainer,
     args: DFlashTrainingArguments,
     target: FrozenTarget,
     upload_to: str | None = None,
@@ -349,54 +322,41 @@ def preflight(
     Raises:
         RuntimeError: Naming the check that failed, why, and the way out.
     """
-    folder = Path(str(args.output_dir)) / "preflight"
-    source = target.device
+    output, source, is_main = Path(str(args.output_dir)), target.device, args.process_index == 0
+    folder, report = output / "preflight", output / "preflight.json"
     checks: dict[str, Callable[[], None]] = {
         "copy between the devices of the pair": lambda: check_copy(source, args.device, feature_copies(args, source)),
         "all-reduce between the ranks": lambda: check_all_reduce(args.device),
         "three steps, an evaluation, a checkpoint and its resume": lambda: check_training(make_trainer, args, folder),
         "upload": lambda: check_upload(args, upload_to),
     }
-    seconds = {}
     try:
-        for name, check in checks.items():
-            start = time.perf_counter()
-            try:
-                check()
-            except Exception as error:
-                raise RuntimeError(f"Preflight failed at: {name}. {_with_way_out(error)}") from error
-            seconds[name] = time.perf_counter() - start
-            if args.process_index == 0:
-                print(f"preflight: {name}: ok, {seconds[name]:.1f} s", flush=True)
+        seconds = {name: _seconds_of(name, check, is_main) for name, check in checks.items()}
     finally:
-        if args.process_index == 0:
+        if is_main:
             # After a failure too: its half checkpoints may be what fills the disk.
             shutil.rmtree(folder, ignore_errors=True)
-    if args.process_index == 0:
-        Path(str(args.output_dir)).mkdir(parents=True, exist_ok=True)
-        report = Path(str(args.output_dir)) / "preflight.json"
+    if is_main:
+        output.mkdir(parents=True, exist_ok=True)
         report.write_text(json.dumps(seconds, indent=2))
         print(f"preflight: all {len(checks)} checks passed; their seconds are in {report}", flush=True)
     return seconds
 
 
-def _with_way_out(error: Exception) -> str:
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return f"{error}: free space, or give an output_dir on a larger disk."
-    if isinstance(error, torch.OutOfMemoryError):
-        return f"{error} Lower row_length, max_anchors_per_row or prefetch_depth, or set activation_checkpointing."
-    return str(error)
-
-
-class _FixedStates:
-    """Stands in for a target: gives the same states whatever it reads."""
-
-    def __init__(self, states: torch.Tensor):
-        self.states = states
-        self.device = states.device
-
-    def context_hidden_states(self, input_ids, document_lengths=None) -> torch.Tensor:
-        return self.states.clone()
+def _seconds_of(name: str, check: Callable[[], None], is_main: bool) -> float:
+    start, advice = time.perf_counter(), ""
+    try:
+        check()
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            advice = ": free space, or give an output_dir on a larger disk."
+        if isinstance(error, torch.OutOfMemoryError):
+            advice = " Lower row_length, max_anchors_per_row or prefetch_depth, or set activation_checkpointing."
+        raise RuntimeError(f"Preflight failed at: {name}. {error}{advice}") from error
+    seconds = time.perf_counter() - start
+    if is_main:
+        print(f"preflight: {name}: ok, {seconds:.1f} s", flush=True)
+    return seconds
 
 
 def check_copy(source: torch.device, destination: torch.device, copies: str, num_bytes: int = COPY_BYTES) -> None:
@@ -406,8 +366,9 @@ def check_copy(source: torch.device, destination: torch.device, copies: str, num
         RuntimeError: When other bytes arrive.
     """
     expected = torch.randint(0, 2**31 - 1, (num_bytes // 4,), dtype=torch.int32)
-    source_states = expected.to(source)
-    transfer = FeatureTransfer(_FixedStates(source_states), [source], destination, copies)
+    states = expected.to(source)
+    target: Any = SimpleNamespace(device=source, context_hidden_states=lambda *args, **kwargs: states.clone())
+    transfer = FeatureTransfer(target, [source], destination, copies)
     for _ in range(4):
         arrived = transfer.receive(transfer.run(torch.zeros(1, 1, dtype=torch.long), [[1]]))
         if not torch.equal(arrived.cpu(), expected):
@@ -428,9 +389,9 @@ def check_all_reduce(device: torch.device, seconds: float = ALL_REDUCE_SECONDS) 
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
     values = torch.full((2**22,), float(dist.get_rank() + 1), device=device)
-    work = dist.all_reduce(values, async_op=True)
+    work: Any = dist.all_reduce(values, async_op=True)
     deadline = time.monotonic() + seconds
-    while work is not None and not work.is_completed():
+    while not work.is_completed():
         if time.monotonic() > deadline:
             print(
                 f"Preflight failed at: all-reduce between the ranks. Nothing came in {seconds:.0f} s. Set "
@@ -441,8 +402,7 @@ def check_all_reduce(device: torch.device, seconds: float = ALL_REDUCE_SECONDS) 
             )
             os._exit(1)
         time.sleep(0.01)
-    if work is not None:
-        work.wait()
+    work.wait()
     world = dist.get_world_size()
     if not bool((values == world * (world + 1) / 2).all()):
         raise RuntimeError("Sums over the ranks are wrong: set NCCL_P2P_DISABLE=1 and try again.")
@@ -455,11 +415,7 @@ class _OneCheckpoint(TrainerCallback):
         control.should_save = state.global_step == args.save_steps
 
 
-def check_training(
-    make_trainer: "Callable[[DFlashTrainingArguments, Any], DFlashTrainer]",
-    args: DFlashTrainingArguments,
-    folder: Path,
-) -> None:
+def check_training(make_trainer: MakeTrainer, args: DFlashTrainingArguments, folder: Path) -> None:
     """Three steps with an evaluation and a checkpoint after the second, and the third once more from the checkpoint.
 
     Raises:
@@ -474,21 +430,22 @@ def check_training(
         "remote_checkpoint_dir": None, "resume_from_checkpoint": None,
     }.items():  # fmt: skip
         setattr(short, name, value)
-    trainer: Any = make_trainer(short, None)
-    trainer.add_callback(_OneCheckpoint())
-    few = [trainer.train_dataset.documents[i] for i in range(min(4, len(trainer.train_dataset.documents)))]
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    metrics = trainer.evaluate(few)
-    if not all(map(torch.isfinite, torch.tensor([*losses, metrics["eval_loss"]]))):
-        raise RuntimeError(f"Losses {losses} and {metrics['eval_loss']} are not all finite: lower the learning rate.")
+
+    def losses_from(checkpoint: str | None) -> tuple[Any, list[float]]:
+        trainer: Any = make_trainer(short, None)
+        trainer.add_callback(_OneCheckpoint())
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    trainer, losses = losses_from(None)
+    documents = trainer.train_dataset.documents
+    evaluated = trainer.evaluate([documents[i] for i in range(min(4, len(documents)))])["eval_loss"]
+    if not all(map(math.isfinite, [*losses, evaluated])):
+        raise RuntimeError(f"Losses {losses} and {evaluated} are not all finite: lower the learning rate.")
     # The optimizer of the first run is as large as that of the second.
     del trainer
     gc.collect()
-    resumed = make_trainer(short, None)
-    resumed.add_callback(_OneCheckpoint())
-    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    again = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
+    _, again = losses_from(str(folder / "checkpoint-2"))
     tolerance = 0 if args.device.type == "cpu" else 1e-2 * abs(losses[-1])
     if len(again) != len(losses) or abs(again[-1] - losses[-1]) > tolerance:
         raise RuntimeError(
@@ -511,9 +468,8 @@ def check_upload(args: DFlashTrainingArguments, upload_to: str | None) -> None:
     try:
         with fsspec.open(url, "wb", auto_mkdir=True) as file:
             file.write(content)
-        with fsspec.open(url, "rb") as file:
-            came_back = file.read()
         filesystem, path = fsspec.core.url_to_fs(url)
+        came_back = filesystem.cat_file(path)
         filesystem.rm(path)
     except (OSError, ImportError, ValueError) as error:
         raise RuntimeError(
@@ -542,23 +498,12 @@ def _check_hub(args: DFlashTrainingArguments, content: bytes) -> None:
 # --- The drafter's weights compared over the ranks of a run, which data parallel training keeps equal to the last bit.
 
 
-logger = logging.get_logger(__name__)
-
-FILE_NAME = "ranks.json"
-# JSON has no infinity, and this is more than any weight.
-LARGEST = torch.finfo(torch.float32).max
-
-
 class RanksDifferError(RuntimeError):
     """The ranks of a run train different drafters."""
 
 
 def check_ranks(every_steps: int, world_size: int) -> None:
     """Refuse a comparison of ranks that compares nothing.
-
-    Args:
-        every_steps: How often the ranks are to be compared.
-        world_size: Ranks of the run.
 
     Raises:
         ValueError: There is one rank, or no step.
@@ -586,18 +531,17 @@ def rank_differences(model: nn.Module) -> dict[str, float]:
         For each name of a trainable parameter, 0 where all ranks hold the same values (a NaN is equal to a NaN).
     """
     named = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    differences = torch.stack([_difference_from_first(parameter) for parameter in named.values()])
+    largest = []
+    for mine in named.values():
+        first = mine.clone(memory_format=torch.contiguous_format)
+        dist.broadcast(first, src=0)
+        same = (mine == first) | (mine.isnan() & first.isnan())
+        difference = first.float().sub_(mine.float()).abs_().masked_fill_(same, 0.0).max()
+        # The maximum over the ranks of a NaN is undefined.
+        largest.append(difference.nan_to_num(nan=LARGEST, posinf=LARGEST))
+    differences = torch.stack(largest)
     dist.all_reduce(differences, op=dist.ReduceOp.MAX)
     return dict(zip(named, differences.tolist(), strict=True))
-
-
-def _difference_from_first(mine: torch.Tensor) -> torch.Tensor:
-    first = mine.clone(memory_format=torch.contiguous_format)
-    dist.broadcast(first, src=0)
-    same = (mine == first) | (mine.isnan() & first.isnan())
-    largest = first.float().sub_(mine.float()).abs_().masked_fill_(same, 0.0).max()
-    # The maximum over the ranks of a NaN is undefined.
-    return largest.nan_to_num(nan=LARGEST, posinf=LARGEST)
 
 
 class RanksCallback(TrainerCallback):
@@ -617,7 +561,7 @@ class RanksCallback(TrainerCallback):
     """
 
     def __init__(self, folder: str | Path, every_steps: int, pause: Callable[[], None] = lambda: None):
-        self.path = Path(folder) / FILE_NAME
+        self.path = Path(folder) / RANKS_NAME
         self.every_steps, self.pause = every_steps, pause
         self.steps: list[int] = []
         self.largest_difference: list[float] = []
@@ -634,114 +578,21 @@ class RanksCallback(TrainerCallback):
         self.steps.append(state.global_step)
         self.largest_difference.append(differences[name])
         if state.is_world_process_zero:
-            self._write(args.world_size)
+            found = {"steps": self.steps, "largest_difference": self.largest_difference, "world_size": args.world_size}
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(found, indent=2) + "\n")
             # Who asked for the comparison is to see it; what is merely information is not shown by default.
             logger.warning(
                 f"Step {state.global_step}: the largest difference of the drafter's {len(differences)} trainable "
                 f"parameters between the {args.world_size} ranks is {differences[name]:g}."
             )
         if differences[name] > 0:
-            raise RanksDifferError(_report(differences, name, state.global_step))
+            different = sum(value > 0 for value in differences.values())
+            raise RanksDifferError(
+                f"After step {state.global_step} the ranks hold different weights: {name} differs by up to "
+                f"{differences[name]:g}, {different} of {len(differences)} trainable parameters differ. What went "
+                "from GPU to GPU arrived changed, or something else than the optimizer changed them. Set "
+                "NCCL_P2P_DISABLE=1, try --preflight true, and go on from a checkpoint of a step before the first "
+                "difference."
+            )
         self.pause()
-
-    def _write(self, world_size: int) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        found = {"steps": self.steps, "largest_difference": self.largest_difference, "world_size": world_size}
-        self.path.write_text(json.dumps(found, indent=2) + "\n")
-
-
-def _report(differences: dict[str, float], name: str, step: int) -> str:
-    different = sum(value > 0 for value in differences.values())
-    return (
-        f"After step {step} the ranks hold different weights: {name} differs by up to {differences[name]:g}, "
-        f"{different} of {len(differences)} trainable parameters differ. Data parallel training keeps them equal to "
-        "the last bit, so what went from GPU to GPU arrived changed, or something else than the optimizer changed "
-        "them. Set NCCL_P2P_DISABLE=1, try --preflight true, and go on from a checkpoint of a step before the first "
-        "difference."
-    )
-
-
-# --- How far apart the weights of several runs are after the same step, from their checkpoints.
-
-
-def common_step(folders: Sequence[Path]) -> int:
-    """The newest step of which every run has a checkpoint.
-
-    Args:
-        folders: Output folders of runs.
-
-    Raises:
-        ValueError: There is none, naming the steps that each one has.
-    """
-    steps = [{step for path in folder.glob("*") if (step := step_of(path)) is not None} for folder in folders]
-    common = set.intersection(*steps)
-    if not common:
-        had = "; ".join(
-            f"{folder}: {', '.join(map(str, sorted(own))) or 'none'}"
-            for folder, own in zip(folders, steps, strict=True)
-        )
-        raise ValueError(
-            f"There is no step of which all runs have a {PREFIX_CHECKPOINT_DIR}-N to be compared ({had}). Train each "
-            "with --save_strategy steps, the same --save_steps and, since weights are enough, --save_only_model true."
-        )
-    return max(common)
-
-
-def weight_differences(first: Path, other: Path) -> dict[str, Any]:
-    """The difference of two drafters' weights, or of two adapters', read one tensor after the other.
-
-    Args:
-        first: Folder with safetensors files.
-        other: The same; its weights are compared with the first one's.
-
-    Returns:
-        `relative_difference`, the norm of the difference of all weights over that of the first one's;
-        `largest_difference` of a single weight, absolute; and `largest_in`, the tensor that has it.
-
-    Raises:
-        ValueError: They hold other tensors, a file is broken, or a weight is not finite.
-        FileNotFoundError: A folder holds no weights.
-    """
-    headers = _same_headers(first, other)
-    squares, reference, largest, largest_in = 0.0, 0.0, 0.0, next(iter(headers))
-    with ExitStack() as stack:
-        tensors, others = (_open(folder, stack) for folder in (first, other))
-        for name, file in sorted(tensors.items()):
-            values = file.get_tensor(name).float()
-            if not values.numel():
-                continue
-            difference = others[name].get_tensor(name).float().sub_(values)
-            squares += torch.linalg.vector_norm(difference, dtype=torch.float64).item() ** 2
-            reference += torch.linalg.vector_norm(values, dtype=torch.float64).item() ** 2
-            if not math.isfinite(squares + reference):
-                raise ValueError(f"{name} is not finite in {first} or {other}: there is no difference to speak of.")
-            if (own := difference.abs_().max().item()) > largest:
-                largest, largest_in = own, name
-    relative = math.sqrt(squares / reference) if reference else math.sqrt(squares)
-    return {"relative_difference": relative, "largest_difference": largest, "largest_in": largest_in}
-
-
-def _same_headers(first: Path, other: Path) -> TensorHeaders:
-    """The headers of the first one, after a look at those of the other."""
-    headers = _headers(first)
-    shapes = [{name: shape for name, (_, shape) in own.items()} for own in (headers, _headers(other))]
-    if shapes[0] != shapes[1]:
-        different = sorted(n for n in shapes[0].keys() | shapes[1].keys() if shapes[0].get(n) != shapes[1].get(n))
-        raise ValueError(
-            f"{other} does not hold the tensors of {first}: {len(different)} are missing in one of them or of another "
-            f"shape, such as {', '.join(different[:3])}. Compare runs of the same drafter."
-        )
-    return headers
-
-
-def _headers(folder: Path) -> TensorHeaders:
-    adapter = folder / ADAPTER_WEIGHTS
-    return file_headers(adapter) if adapter.exists() else read_tensor_headers(folder)
-
-
-def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """The open file of each tensor."""
-    adapter = folder / ADAPTER_WEIGHTS
-    paths = [adapter] if adapter.exists() else sorted(folder.glob("*.safetensors"))
-    files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
-    return {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a dictionary)

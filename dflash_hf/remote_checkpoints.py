@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints mirrored to an fsspec address while training goes on."""
+"""Checkpoints at an fsspec address (`s3://`, `gs://`, ...), copied while training goes on.
+
+A remote checkpoint is complete once its manifest is there, which is written last and holds a hash of each file.
+"""
 
 import json
-import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import fsspec
+from fsspec.callbacks import DEFAULT_CALLBACK
 from transformers import TrainerCallback
 from transformers.utils import logging
 
 from .chats import check_address, describe
 from .checkpointing import (
-    ASIDE_PREFIX,
     MANIFEST_NAME,
     SNAPSHOT_PREFIX,
     DiskSpaceError,
@@ -23,13 +26,9 @@ from .checkpointing import (
     files_of,
     make_manifest,
     manifest_problems,
-    publish,
     step_of,
 )
-from .writing import linked_copy
-
-
-# --- Checkpoints at an fsspec address (`s3://`, `gs://`, ...): complete once their manifest, written last, is there.
+from .writing import ASIDE_PREFIX, linked_copy, publish, remove
 
 
 logger = logging.get_logger(__name__)
@@ -38,22 +37,15 @@ logger = logging.get_logger(__name__)
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "r2", "memory"}
 
 
-class Heartbeat(fsspec.Callback):
-    """Knows when a file system last said that some bytes of a copy have gone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = time.monotonic()
-
-    def call(self, *args: Any, **kwargs: Any) -> None:
-        self.last = time.monotonic()
+class RemoteCheckpointError(OSError):
+    """Training ended, and its last checkpoint never arrived at the remote address."""
 
 
 def upload_checkpoint(
     folder: Path,
     address: str,
     keep_on: Callable[[], bool] = lambda: True,
-    heartbeat: Heartbeat | None = None,
+    progress: fsspec.Callback = DEFAULT_CALLBACK,
 ) -> None:
     """Copy a complete checkpoint to `<address>/<its name>`, its manifest with hashes last.
 
@@ -61,13 +53,12 @@ def upload_checkpoint(
         folder: The local checkpoint, complete.
         address: Of the folder of checkpoints.
         keep_on: Asked before each file; False gives up.
-        heartbeat: Told of every part that has gone.
+        progress: Told of every part that has gone.
 
     Raises:
         Exception: Whatever the file system raises; then no manifest is there.
     """
     system, root = fsspec.core.url_to_fs(f"{address.rstrip('/')}/{folder.name}")
-    heartbeat = heartbeat or Heartbeat()
     manifest = make_manifest(folder, with_hashes=True)
     # Listings are cached, and another process may have written since.
     system.invalidate_cache()
@@ -78,8 +69,8 @@ def upload_checkpoint(
             raise InterruptedError(f"{folder.name} is not wanted any more")
         if address.partition("://")[0] not in OBJECT_STORES:
             system.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
-        heartbeat.call()
-        system.put_file(str(folder / name), f"{root}/{name}", callback=heartbeat)
+        progress.call()
+        system.put_file(str(folder / name), f"{root}/{name}", callback=progress)
         size = system.info(f"{root}/{name}")["size"]
         if size != entry["size"]:
             raise OSError(f"{name} arrived with {size} bytes instead of {entry['size']}")
@@ -90,12 +81,9 @@ def remote_steps(address: str) -> list[int]:
     """Steps of the checkpoints at an address that have a manifest, ascending."""
     system, root = fsspec.core.url_to_fs(address.rstrip("/"))
     system.invalidate_cache()
-    steps = []
-    for path in system.ls(root, detail=False) if system.exists(root) else []:
-        step = step_of(path.rstrip("/"))
-        if step is not None and system.exists(f"{path.rstrip('/')}/{MANIFEST_NAME}"):
-            steps.append(step)
-    return sorted(steps)
+    paths = [path.rstrip("/") for path in system.ls(root, detail=False)] if system.exists(root) else []
+    steps = {path: step for path in paths if (step := step_of(path)) is not None}
+    return sorted(step for path, step in steps.items() if system.exists(f"{path}/{MANIFEST_NAME}"))
 
 
 def fetch_checkpoint(address: str, output_dir: str | Path) -> Path:
@@ -112,8 +100,17 @@ def fetch_checkpoint(address: str, output_dir: str | Path) -> Path:
         ValueError: There is none, or it is incomplete.
         OSError: The store does not answer.
     """
+    address = address.rstrip("/")
     try:
-        return _fetch(address.rstrip("/"), Path(output_dir))
+        if step_of(address) is None:
+            steps = remote_steps(address)
+            if not steps:
+                raise ValueError(
+                    f"{address} holds no complete checkpoint: no checkpoint-N with a {MANIFEST_NAME}. Look at the "
+                    "address, or leave resume_from_checkpoint out to start anew."
+                )
+            address = f"{address}/checkpoint-{steps[-1]}"
+        return _fetch(address, Path(output_dir))
     except (ValueError, DiskSpaceError):
         raise
     # Each store has its own errors, which may name credentials.
@@ -122,68 +119,37 @@ def fetch_checkpoint(address: str, output_dir: str | Path) -> Path:
 
 
 def _fetch(address: str, output_dir: Path) -> Path:
-    if step_of(address) is None:
-        steps = remote_steps(address)
-        if not steps:
-            raise ValueError(
-                f"{address} holds no complete checkpoint: no checkpoint-N with a {MANIFEST_NAME}. Look at the "
-                "address, or leave resume_from_checkpoint out to start anew."
-            )
-        address = f"{address}/checkpoint-{steps[-1]}"
     system, root = fsspec.core.url_to_fs(address)
     try:
         manifest = system.cat_file(f"{root}/{MANIFEST_NAME}")
+        files = files_of(manifest)
     except FileNotFoundError:
         raise ValueError(f"{address} has no {MANIFEST_NAME}, which is written last: it is incomplete.") from None
-    try:
-        files = files_of(manifest)
     except ValueError as error:
         raise ValueError(f"The {MANIFEST_NAME} of {address} cannot be read ({error}). Take an older one.") from None
     final = output_dir / Path(root).name
-    if _is_there(final, files):
+    if not manifest_problems(final) and make_manifest(final, with_hashes=True)["files"] == files:
         logger.warning(f"{final} is the same as {address} and used.")
         return final
     output_dir.mkdir(parents=True, exist_ok=True)
     check_disk_space(output_dir, sum(entry["size"] for entry in files.values()))
     aside = final.with_name(f"{ASIDE_PREFIX}{final.name}")
-    shutil.rmtree(aside, ignore_errors=True)
+    remove(aside)
     try:
-        _download(system, root, files, aside)
+        for name in files:
+            (aside / name).parent.mkdir(parents=True, exist_ok=True)
+            # What is missing is named below.
+            with suppress(FileNotFoundError):
+                system.get_file(f"{root}/{name}", str(aside / name))
         (aside / MANIFEST_NAME).write_bytes(manifest)
-        problems = manifest_problems(aside)
-        if problems:
+        if problems := manifest_problems(aside):
             raise ValueError(f"{address} is not what its manifest says: {'; '.join(problems)}. Take an older one.")
         if final.exists():
             logger.warning(f"{final} is not the same as {address}, which takes its place.")
         publish(aside, final)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        remove(aside)
     return final
-
-
-def _download(system: Any, root: str, files: dict[str, Any], folder: Path) -> None:
-    for name in files:
-        path = folder / name
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise ValueError(f"The manifest of {root} names {name!r}, which is outside the checkpoint.")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            system.get_file(f"{root}/{name}", str(path))
-        except FileNotFoundError:
-            raise ValueError(f"{root} is incomplete: {name} is missing. Take an older one.") from None
-
-
-def _is_there(folder: Path, files: dict[str, Any]) -> bool:
-    if not folder.is_dir() or manifest_problems(folder):
-        return False
-    return make_manifest(folder, with_hashes=True)["files"] == files
-
-
-# --- A callback that mirrors each finished checkpoint to an fsspec address while training goes on.
-
-
-class RemoteCheckpointError(OSError):
-    """Training ended, and its last checkpoint never arrived at the remote address."""
 
 
 class RemoteCheckpointCallback(TrainerCallback):
@@ -210,30 +176,31 @@ class RemoteCheckpointCallback(TrainerCallback):
         check_address(address)
         self.address = address.rstrip("/")
         self.first_wait, self.longest_wait, self.final_attempts = first_wait, longest_wait, final_attempts
-        self.stalled_after, self._heartbeat = stalled_after, Heartbeat()
+        self.stalled_after, self._last_progress = stalled_after, 0.0
         self.arrived: list[str] = []
         self.missing: str | None = None
+        # Snapshots: hard links in a folder of their own, so that the checkpoint may be rotated away meanwhile.
         self._waiting: Path | None = None
         self._current: Path | None = None
         self._is_ending = False
-        self._first_step = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if args.process_index != 0:
-            return
-        self.arrived, self.missing, self._is_ending = [], None, False
-        self._first_step = state.global_step
-        self._thread = threading.Thread(target=self._work, name="remote-checkpoints", daemon=True)
-        self._thread.start()
+        if args.process_index == 0:
+            self.arrived, self.missing, self._is_ending = [], None, False
+            self._thread = threading.Thread(
+                target=self._work, args=(state.global_step,), name="remote-checkpoints", daemon=True
+            )
+            self._thread.start()
 
     def on_save(self, args, state, control, **kwargs):
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if self._thread is None or not (folder / MANIFEST_NAME).exists():
             return
+        apart = folder.with_name(f"{SNAPSHOT_PREFIX}{folder.name}-{time.monotonic_ns()}")
         try:
-            snapshot = _snapshot(folder)
+            snapshot = linked_copy(folder, apart / folder.name)
         except OSError as error:
             self.missing = folder.name
             logger.warning(f"{folder.name} cannot be set aside to be copied to {self.address} ({error}).")
@@ -242,7 +209,10 @@ class RemoteCheckpointCallback(TrainerCallback):
             skipped, self._waiting = self._waiting, snapshot
             self._changed.notify_all()
         if skipped is not None:
-            self._give_up(skipped)
+            logger.warning(
+                f"{skipped.name} is not copied to {self.address}: a newer one was finished before its turn."
+            )
+            remove(skipped.parent)
 
     def close(self) -> None:
         """Wait for the last checkpoint to arrive, as often as it is tried, and end the thread."""
@@ -253,22 +223,18 @@ class RemoteCheckpointCallback(TrainerCallback):
             last = self._waiting or self._current
             self._changed.notify_all()
         if last is not None:
-            logger.warning(f"Training has ended; waiting for {_name(last)} to arrive at {self.address}.")
-        self._heartbeat.call()
-        while self._thread.is_alive() and time.monotonic() - self._heartbeat.last < self.stalled_after:
+            logger.warning(f"Training has ended; waiting for {last.name} to arrive at {self.address}.")
+        self._see_progress()
+        while self._thread.is_alive() and time.monotonic() - self._last_progress < self.stalled_after:
             self._thread.join(0.2)
         if self._thread.is_alive():
             # The thread hangs inside the file system, and does not keep the process from ending.
-            self.missing = _name(last) if last is not None else None
+            self.missing = last.name if last is not None else None
             logger.error(f"{self.missing} stopped arriving at {self.address}; it is not waited for any longer.")
         self._thread = None
 
     def finish(self) -> None:
-        """As [`close`].
-
-        Raises:
-            RemoteCheckpointError: The last checkpoint never arrived.
-        """
+        """[`close`], then raise [`RemoteCheckpointError`] if the last checkpoint never arrived."""
         self.close()
         if self.missing is not None:
             raise RemoteCheckpointError(
@@ -276,8 +242,8 @@ class RemoteCheckpointCallback(TrainerCallback):
                 "with dflash_hf.remote_checkpoints.upload_checkpoint(folder, address) once the store answers again."
             )
 
-    def _work(self) -> None:
-        self._look()
+    def _work(self, first_step: int) -> None:
+        self._tell_of_later(first_step)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting is not None or self._is_ending)
@@ -285,67 +251,53 @@ class RemoteCheckpointCallback(TrainerCallback):
                     return
                 self._current, self._waiting = self._waiting, None
             self._upload(self._current)
-            shutil.rmtree(self._current.parent, ignore_errors=True)
+            remove(self._current.parent)
             self._current = None
 
-    def _look(self) -> None:
+    def _tell_of_later(self, first_step: int) -> None:
         """Warn of checkpoints beyond the step that this run begins at: of another run, or of one given up."""
         try:
-            later = [step for step in remote_steps(self.address) if step > self._first_step]
+            later = [step for step in remote_steps(self.address) if step > first_step]
         # Whatever a file system raises, copies are tried all the same.
         except Exception as error:
             logger.warning(f"{self.address} does not answer ({describe(error)}).")
             return
         if later:
             logger.warning(
-                f"{self.address} holds checkpoints of later steps than {self._first_step}, where this run begins: "
-                f"{', '.join(map(str, later))}. Give each run an address of its own: "
-                "resume_from_checkpoint=True would take those."
+                f"{self.address} holds checkpoints of later steps than {first_step}, where this run begins: {later}. "
+                "resume_from_checkpoint=True would take those; give each run an address of its own."
             )
 
+    def _see_progress(self, *args: Any, **kwargs: Any) -> None:
+        self._last_progress = time.monotonic()
+
     def _upload(self, snapshot: Path) -> None:
+        """Try until it arrives, a newer one waits, or the tries after the end of training are used up."""
         wait, attempts_at_the_end, begin = self.first_wait, 0, time.monotonic()
+        progress = fsspec.Callback(hooks={"progress": self._see_progress})
         while True:
             attempts_at_the_end += self._is_ending
             try:
-                upload_checkpoint(snapshot, self.address, lambda: self._waiting is None, self._heartbeat)
+                upload_checkpoint(snapshot, self.address, lambda: self._waiting is None, progress)
+                break
             # Whatever a file system raises, training must go on.
             except Exception as error:
-                if self._waiting is not None:
-                    logger.warning(f"{_name(snapshot)} did not arrive at {self.address}; a newer one takes its place.")
-                    return
-                if attempts_at_the_end >= self.final_attempts:
-                    self.missing = _name(snapshot)
-                    logger.error(f"{self.missing} never arrived at {self.address}: {describe(error)}")
-                    return
-                logger.warning(
-                    f"{_name(snapshot)} could not be copied to {self.address} ({describe(error)}); trying again in "
-                    f"{wait:g} s."
-                )
-            else:
-                self.arrived.append(_name(snapshot))
-                self.missing = None
-                seconds = time.monotonic() - begin
-                logger.info(f"{_name(snapshot)} is at {self.address} after {seconds:.1f} s.")
+                said = describe(error)
+            if self._waiting is not None:
+                logger.warning(f"{snapshot.name} did not arrive at {self.address}; a newer one takes its place.")
                 return
-            self._heartbeat.call()
-            self._sleep(wait)
+            if attempts_at_the_end >= self.final_attempts:
+                self.missing = snapshot.name
+                logger.error(f"{snapshot.name} never arrived at {self.address}: {said}")
+                return
+            logger.warning(
+                f"{snapshot.name} could not be copied to {self.address} ({said}); trying again in {wait:g} s."
+            )
+            self._see_progress()
+            with self._changed:
+                was_ending = self._is_ending
+                self._changed.wait_for(lambda: self._waiting or self._is_ending != was_ending, wait)  # noqa: B023
             wait = min(2 * wait, self.longest_wait)
-
-    def _sleep(self, seconds: float) -> None:
-        """Wait, but not once a newer checkpoint is there or training has ended."""
-        with self._changed:
-            was_ending = self._is_ending
-            self._changed.wait_for(lambda: self._waiting is not None or self._is_ending != was_ending, seconds)
-
-    def _give_up(self, snapshot: Path) -> None:
-        logger.warning(f"{_name(snapshot)} is not copied to {self.address}: a newer one was finished before its turn.")
-        shutil.rmtree(snapshot.parent, ignore_errors=True)
-
-
-def _name(snapshot: Path) -> str:
-    return snapshot.name
-
-
-def _snapshot(folder: Path) -> Path:
-    return linked_copy(folder, folder.parent / f"{SNAPSHOT_PREFIX}{folder.name}-{time.monotonic_ns()}" / folder.name)
+        self.arrived.append(snapshot.name)
+        self.missing = None
+        logger.info(f"{snapshot.name} is at {self.address} after {time.monotonic() - begin:.1f} s.")

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run is made of, from which checkpoint it goes on, and whether it is the same run."""
+"""What a run is made of, from which checkpoint it goes on, and whether it is the same run.
+
+The record, `dflash_run.json` in every checkpoint, says what decides the course of a run. A checkpoint whose record
+differs in target, tokenizer, data or rows is refused unless `allow_resume_changes` names what may differ.
+"""
 
 import hashlib
 import json
 import math
 import platform
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import SaveStrategy
-from transformers.utils import CONFIG_NAME, logging
+from transformers.utils import logging
 
 from .callbacks import tell_of_grace
 from .chats import check_address, describe, is_remote, without_credentials
@@ -30,25 +33,23 @@ from .checkpointing import (
     STAGING_PREFIX,
     check_disk_space,
     checkpoint_bytes,
+    checkpoints_in,
     clean_up,
     last_complete_checkpoint,
     manifest_problems,
     step_of,
 )
-from .configuration_dflash import DFlashDraftConfig
 from .packing import PackedDataset
 from .remote_checkpoints import fetch_checkpoint, remote_steps
 from .tokenizing import manifest_hashes
 from .training_args import CHANGES, LEARNING_ARGUMENTS
-
-
-# --- What a run is made of, written into every checkpoint and compared when one is resumed.
+from .writing import remove
 
 
 logger = logging.get_logger(__name__)
 
 RECORD_NAME = "dflash_run.json"
-
+EVALUATION_DUE = "evaluation_due"
 FORMAT = 1
 
 LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "safetensors", "numpy")
@@ -65,6 +66,11 @@ CONFIG_FIELDS_OF_SAVING = (
     *("_name_or_path", "architectures", "auto_map", "dtype", "transformers_version"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
+# What arguments give an optimizer's groups, and no optimizer changes by itself.
+SETTINGS = ("initial_lr", "weight_decay", "betas", "eps", "momentum")
+
+
+# --- The record: what a run is made of.
 
 
 def _digest(*parts: bytes) -> str:
@@ -90,15 +96,13 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
 
 def data_digest(rows: PackedDataset) -> str:
     """Hash of the number of documents, their lengths, and tokens and spans of up to 4096 of them, evenly spread."""
-    documents = rows.documents
     lengths = np.asarray(rows._lengths, dtype=np.int64)
     count = len(lengths)
     sampled = np.unique(np.linspace(0, count - 1, min(count, SAMPLED_DOCUMENTS)).astype(np.int64))
     parts = [lengths.tobytes()]
     for index in sampled.tolist():
-        document = documents[index]
-        parts.append(np.asarray(document["input_ids"], dtype=np.int64).tobytes())
-        parts.append(np.asarray(document["supervised_spans"], dtype=np.int64).tobytes())
+        document = rows.documents[index]
+        parts += [np.asarray(document[k], dtype=np.int64).tobytes() for k in ("input_ids", "supervised_spans")]
     return _digest(*parts)
 
 
@@ -109,7 +113,7 @@ def target_identity(model: PreTrainedModel) -> dict[str, Any]:
         flat = parameter.detach().reshape(-1)
         ends = [flat[:8].float().cpu().numpy().tobytes(), flat[-8:].float().cpu().numpy().tobytes()]
         parts += [f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode(), *ends]
-    # A configuration made in memory has neither.
+    # A configuration made in memory has neither id nor revision.
     origin = vars(model.config)
     return {
         "id": origin.get("_name_or_path"),
@@ -120,27 +124,18 @@ def target_identity(model: PreTrainedModel) -> dict[str, Any]:
 
 def git_commit(folder: Path) -> str | None:
     """The commit that a folder is at, with "+changes" if files differ from it; None outside a repository."""
-    outputs = []
-    for command in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no")):
-        try:
-            done = subprocess.run(["git", "-C", str(folder), *command], capture_output=True, text=True, timeout=20)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        if done.returncode:
-            return None
-        outputs.append(done.stdout.strip())
-    return outputs[0] + ("+changes" if outputs[1] else "")
+    command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def run_record(trainer: Any) -> dict[str, Any]:
-    """What decides the course of a run, as JSON; no secret is in it.
-
-    Args:
-        trainer: The [`DFlashTrainer`] that trains.
-    """
+    """What decides the course of a [`DFlashTrainer`]'s run, as JSON without any secret."""
     args, rows = trainer.args, trainer.train_dataset
     per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    drafter = trainer._drafter_config.to_dict()
+    drafter, arguments = trainer._drafter_config.to_dict(), args.to_dict()
     record = {
         "format": FORMAT,
         "recipe": trainer.recipe,
@@ -148,9 +143,9 @@ def run_record(trainer: Any) -> dict[str, Any]:
         "target": target_identity(trainer.target.model),
         "tokenizer": tokenizer_digest(trainer._tokenizer),
         "data": None,
-        "rows": {"rows_per_step": per_step, **{name: getattr(args, name) for name in ROW_ARGUMENTS}},
+        "rows": {"rows_per_step": per_step, **{name: arguments[name] for name in ROW_ARGUMENTS}},
         "ranks": args.world_size,
-        "arguments": args.to_dict(),
+        "arguments": arguments,
         "versions": {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}},
         "git_commit": git_commit(Path(__file__).parent),
         "script_git_commit": git_commit(Path(sys.argv[0]).resolve().parent),
@@ -178,11 +173,55 @@ def read_record(folder: Path) -> dict[str, Any]:
         record = None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise ValueError(
-            f"{folder / RECORD_NAME} is no record of format {FORMAT}, so what run the checkpoint is of cannot be "
-            "told. Take another checkpoint; or delete this file and the checkpoint's manifest, which lists it, and "
-            "name the checkpoint to resume it without the comparison."
+            f"{folder / RECORD_NAME} is no record of format {FORMAT}, so the run of the checkpoint is unknown. Take "
+            "another checkpoint; or delete this file and the checkpoint's manifest, which lists it, and name the "
+            "checkpoint to resume it without the comparison."
         )
     return record
+
+
+# --- Two records compared: which run a checkpoint is of.
+
+
+def _differences(saved: dict[str, Any], own: dict[str, Any], names: Iterable[str]) -> list[str]:
+    return [f"{name} {saved.get(name)} there and {own[name]} here" for name in names if saved.get(name) != own[name]]
+
+
+def _changes(saved: dict[str, Any], own: dict[str, Any]) -> dict[str, str]:
+    """What of `CHANGES` differs between two records, and how; what one of them does not know is taken for equal."""
+    changes = {}
+    for kind in CHANGES:
+        there, here = saved[kind], own[kind]
+        if there == here or there is None or here is None:
+            continue
+        if kind == "rows":
+            changes[kind] = ", ".join(_differences(there, here, here))
+        elif kind == "tokenizer":
+            changes[kind] = "another vocabulary, other rules or another chat template"
+        elif kind == "target" and there["digest"] != here["digest"]:
+            names = [f"{model['id']} (revision {model['revision']})" for model in (there, here)]
+            changes[kind] = f"{names[0]} there and {names[1]} here: other weights or another dtype"
+        elif kind == "data" and there["digest"] != here["digest"]:
+            changes[kind] = (
+                f"{there['documents']} documents in {there['rows']} rows there and {here['documents']} in "
+                f"{here['rows']} here, or other tokens in them"
+            )
+        # Only some tokens of a large data set are hashed, and the manifest knows of them all.
+        elif kind == "data" and there.get("manifests", here["manifests"]) != here["manifests"]:
+            names = [", ".join(h[:12] for h in data["manifests"]) or "none" for data in (there, here)]
+            changes[kind] = f"documents of another manifest, {names[0]} there and {names[1]} here"
+    return {kind: change for kind, change in changes.items() if change}
+
+
+def _learning_differences(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:
+    names = [name for name in LEARNING_ARGUMENTS if name in saved["arguments"]]
+    return _differences(saved["arguments"], own["arguments"], names)
+
+
+def _optimizer(record: dict[str, Any]) -> str:
+    """Name of the optimizer whose state a checkpoint holds."""
+    name = record["arguments"]["optim"]
+    return ("muon and " if record["arguments"].get("muon") else "") + (ADAMW[0] if name in ADAMW else name)
 
 
 def is_same_run(folder: Path, own: dict[str, Any]) -> bool:
@@ -191,13 +230,11 @@ def is_same_run(folder: Path, own: dict[str, Any]) -> bool:
         saved = read_record(folder)
     except (OSError, ValueError):
         return True
-    different = [kind for kind in CHANGES if _difference(kind, saved[kind], own[kind])]
-    learning = [name for name in LEARNING_ARGUMENTS if name in saved["arguments"]]
-    return not different and not _differences(saved["arguments"], own["arguments"], learning)
+    return not _changes(saved, own) and not _learning_differences(saved, own)
 
 
 def check_record(folder: Path, own: dict[str, Any], allowed: list[str], has_random_layers: bool) -> None:
-    """Refuse to resume a checkpoint of a run that this one would not continue.
+    """Refuse to resume a checkpoint of a run that this one would not continue; warn of what else has changed.
 
     Args:
         folder: The checkpoint.
@@ -208,86 +245,48 @@ def check_record(folder: Path, own: dict[str, Any], allowed: list[str], has_rand
     Raises:
         ValueError: Naming every difference.
     """
-    path = folder / RECORD_NAME
-    if not path.exists():
+    if not (folder / RECORD_NAME).exists():
         logger.warning(f"{folder} has no {RECORD_NAME}: whether it is of this target, tokenizer and data is unknown.")
         return
     saved = read_record(folder)
-    refused: list[str] = []
-    notes: list[str] = []
-    for kind in CHANGES:
-        difference = _difference(kind, saved[kind], own[kind])
-        if difference:
-            (notes if kind in allowed else refused).append(f"{kind}: {difference}")
-    there, here = (_optimizer(record["arguments"]) for record in (saved, own))
-    if there != here:
+    _check_drafter(folder, saved["drafter"], own["drafter"])
+    changes = _changes(saved, own)
+    refused = [f"{kind}: {change}" for kind, change in changes.items() if kind not in allowed]
+    notes = [f"{kind}: {change}" for kind, change in changes.items() if kind in allowed]
+    if _optimizer(saved) != _optimizer(own):
         refused.append(
-            f"optim: {there} there and {here} here, which cannot take its state; for another optimizer start a new "
-            "run from the checkpoint's drafter (model=FOLDER, without resume_from_checkpoint)"
+            f"optim: {_optimizer(saved)} there and {_optimizer(own)} here, which cannot take its state; for another "
+            "optimizer start a new run from the checkpoint's drafter (model=FOLDER, without resume_from_checkpoint)"
         )
-    if saved["ranks"] != own["ranks"]:
-        if has_random_layers and "rows" not in allowed:
-            refused.append(f"rows: {saved['ranks']} ranks there and {own['ranks']} here, and dropout draws per rank")
-        else:
-            notes.append(f"{saved['ranks']} ranks there and {own['ranks']} here: the same but for rounding")
-    elif saved["rows"] == own["rows"]:
-        splits = _differences(saved["arguments"], own["arguments"], list(SPLIT_ARGUMENTS))
-        notes += [f"{', '.join(splits)}: the same but for rounding"] if splits else []
+    ranks = f"{saved['ranks']} ranks there and {own['ranks']} here"
+    splits = _differences(saved["arguments"], own["arguments"], SPLIT_ARGUMENTS)
+    if saved["ranks"] != own["ranks"] and has_random_layers and "rows" not in allowed:
+        refused.append(f"rows: {ranks}, and dropout draws per rank")
+    elif saved["ranks"] != own["ranks"]:
+        notes.append(f"{ranks}: the same but for rounding")
+    elif splits and saved["rows"] == own["rows"]:
+        notes.append(f"{', '.join(splits)}: the same but for rounding")
     if refused:
         raise ValueError(
             f"The checkpoint {folder} is of another run, which this one would not continue:\n  "
             + "\n  ".join(refused)
             + f"\nResume with what it was made with, or name what may differ in allow_resume_changes ({CHANGES})."
         )
-    learning = [name for name in LEARNING_ARGUMENTS if name in saved["arguments"]]
-    notes += _differences(saved["arguments"], own["arguments"], learning)
-    notes += _differences(saved["versions"], own["versions"], list(own["versions"]))
+    notes += _learning_differences(saved, own) + _differences(saved["versions"], own["versions"], own["versions"])
     if notes:
         logger.warning(f"Resuming {folder} with changes: {'; '.join(notes)}.")
 
 
-def _difference(kind: str, saved: Any, own: Any) -> str:
-    if saved == own or saved is None or own is None:
-        return ""
-    if kind == "rows":
-        return ", ".join(_differences(saved, own, list(own)))
-    if kind == "target":
-        if saved["digest"] == own["digest"]:
-            return ""
-        return (
-            f"{saved['id']} (revision {saved['revision']}) there and {own['id']} (revision {own['revision']}) here: "
-            "other weights or another dtype"
+def _check_drafter(folder: Path, saved: dict[str, Any], own: dict[str, Any]) -> None:
+    # Its weights may fit all the same, with another window or other layers of the target.
+    if differences := _differences(saved, own, sorted(saved.keys() & own.keys())):
+        raise ValueError(
+            f"The checkpoint {folder} is of another drafter: {', '.join(differences)}. Resume with the drafter it was "
+            "made from, or load it with from_pretrained, change it with dflash_hf.adapt, and train anew."
         )
-    if kind == "data":
-        return _data_difference(saved, own)
-    return "another vocabulary, other rules or another chat template"
 
 
-def _optimizer(arguments: dict[str, Any]) -> str:
-    """Name of the optimizer whose state a checkpoint holds."""
-    name = arguments["optim"]
-    return ("muon and " if arguments.get("muon") else "") + (ADAMW[0] if name in ADAMW else name)
-
-
-def _data_difference(saved: dict[str, Any], own: dict[str, Any]) -> str:
-    if saved["digest"] != own["digest"]:
-        return (
-            f"{saved['documents']} documents in {saved['rows']} rows there and {own['documents']} in {own['rows']} "
-            "here, or other tokens in them"
-        )
-    # Only some tokens of a large data set are hashed, and the manifest knows of them all.
-    if saved.get("manifests", own["manifests"]) != own["manifests"]:
-        there, here = (", ".join(h[:12] for h in d["manifests"]) or "none" for d in (saved, own))
-        return f"documents of another manifest, {there} there and {here} here"
-    return ""
-
-
-def _differences(saved: dict[str, Any], own: dict[str, Any], names: list[str]) -> list[str]:
-    names = [name for name in names if saved.get(name) != own[name]]
-    return [f"{name} {saved.get(name)} there and {own[name]} here" for name in names]
-
-
-# --- Which checkpoint a run goes on from, and whether it is the same run.
+# --- Before the first step: room on the disk, and the checkpoint to go on from.
 
 
 def prepare_output(trainer: Any) -> None:
@@ -300,10 +299,10 @@ def prepare_output(trainer: Any) -> None:
         DiskSpaceError: No checkpoint would fit.
     """
     args, folder = trainer.args, Path(trainer.args.output_dir)
-    if folder.exists():
-        clean_up(folder)
-        for left in [path for prefix in (SNAPSHOT_PREFIX, STAGING_PREFIX) for path in folder.glob(f"{prefix}*")]:
-            shutil.rmtree(left, ignore_errors=True)
+    clean_up(folder)
+    for prefix in (SNAPSHOT_PREFIX, STAGING_PREFIX):
+        for left in folder.glob(f"{prefix}*"):
+            remove(left)
     num_bytes = checkpoint_bytes(trainer.model, None, args.save_only_model)
     if args.save_strategy != SaveStrategy.NO:
         check_disk_space(folder, num_bytes)
@@ -329,27 +328,58 @@ def resume_folder(trainer: Any, resume: str | Path | bool | None) -> Path | None
     Raises:
         ValueError: There is none, it is incomplete, or it is of another run.
     """
-    output_dir = trainer.args.output_dir
-    if resume is None:
-        resume = trainer.args.resume_from_checkpoint
+    args = trainer.args
+    resume = args.resume_from_checkpoint if resume is None else resume
     # On the command line both are words.
     resume = {"true": True, "false": False}.get(str(resume).lower(), resume)
     if resume is None or resume is False:
-        _tell_of_newer(trainer, 0)
-        _tell_of_own(trainer)
+        _tell_of_others(trainer, None)
         return None
     if resume is True:
-        folder = _newest(output_dir, trainer.args.remote_checkpoint_dir)
+        folder = _newest(args.output_dir, args.remote_checkpoint_dir)
     elif is_remote(resume):
         check_address(str(resume))
-        folder = fetch_checkpoint(str(resume), output_dir)
+        folder = fetch_checkpoint(str(resume), args.output_dir)
     else:
         folder = Path(resume)
         if step_of(folder) is None and folder.is_dir():
             folder = last_complete_checkpoint(folder) or folder
+    _check_complete(folder)
+    has_dropout = bool(trainer._drafter_config.attention_dropout)
+    check_record(folder, trainer.run_record, args.allow_resume_changes or [], has_dropout)
+    _tell_of_others(trainer, step_of(folder) or 0)
+    return folder
+
+
+def _newest(output_dir: str, remote: str | None) -> Path:
+    """The newest complete checkpoint of a folder and of an address, saying which are skipped and why."""
+    folder, steps = last_complete_checkpoint(output_dir), []
+    if remote is not None:
+        here = -1 if folder is None else step_of(folder) or 0
+        try:
+            steps = [step for step in remote_steps(remote) if step > here]
+        # Whatever a file system raises, what is here can be resumed.
+        except Exception as error:
+            logger.warning(f"{remote} does not answer ({describe(error)}); only output_dir is looked at.")
+    for step in reversed(steps):
+        try:
+            return fetch_checkpoint(f"{str(remote).rstrip('/')}/checkpoint-{step}", output_dir)
+        except (OSError, ValueError) as error:
+            logger.warning(f"checkpoint-{step} at {remote} is skipped: {describe(error)}")
+    if folder is None:
+        raise ValueError(
+            f"resume_from_checkpoint=True, and output_dir={output_dir!r} holds no complete checkpoint"
+            f"{f', nor could one be fetched from {remote}' if remote else ''}. Name one, or leave "
+            "resume_from_checkpoint out to start anew."
+        )
+    return folder
+
+
+def _check_complete(folder: Path) -> None:
+    """Refuse a checkpoint with missing or changed files; Trainer starts parts anew that are missing, in silence."""
     if not folder.is_dir():
         raise ValueError(
-            f"resume_from_checkpoint={str(resume)!r} is no folder. Give a checkpoint-N of an earlier run, or True for "
+            f"resume_from_checkpoint={str(folder)!r} is no folder. Give a checkpoint-N of an earlier run, or True for "
             "the newest complete one of output_dir."
         )
     problems = manifest_problems(folder)
@@ -360,69 +390,6 @@ def resume_folder(trainer: Any, resume: str | Path | bool | None) -> Path | None
         )
     if problems:
         logger.warning(f"{folder} has no {MANIFEST_NAME}; whether it is complete is unknown.")
-    _check_files(folder)
-    _check_drafter(folder, trainer._drafter_config)
-    has_dropout = bool(trainer._drafter_config.attention_dropout)
-    check_record(folder, trainer.run_record, trainer.args.allow_resume_changes or [], has_dropout)
-    _tell_of_newer(trainer, step_of(folder) or 0)
-    return folder
-
-
-def _newest(output_dir: str, remote: str | None) -> Path:
-    folder = last_complete_checkpoint(output_dir)
-    fetched = None if remote is None else _newest_remote(remote, output_dir, (step_of(folder) or 0) if folder else -1)
-    if fetched is None and folder is None:
-        raise ValueError(
-            f"resume_from_checkpoint=True, and output_dir={output_dir!r} holds no complete checkpoint"
-            f"{f', nor could one be fetched from {remote}' if remote else ''}. Name one, or leave "
-            "resume_from_checkpoint out to start anew."
-        )
-    return fetched or folder  # type: ignore[return-value]
-
-
-def _newest_remote(remote: str, output_dir: str, newer_than: int) -> Path | None:
-    """The newest complete checkpoint of an address beyond a step, saying which are skipped and why."""
-    try:
-        steps = remote_steps(remote)
-    # Whatever a file system raises, what is here can be resumed.
-    except Exception as error:
-        logger.warning(f"{remote} does not answer ({describe(error)}); only output_dir is looked at.")
-        return None
-    for step in sorted((step for step in steps if step > newer_than), reverse=True):
-        try:
-            return fetch_checkpoint(f"{remote.rstrip('/')}/checkpoint-{step}", output_dir)
-        except (OSError, ValueError) as error:
-            logger.warning(f"checkpoint-{step} at {remote} is skipped: {describe(error)}")
-    return None
-
-
-def _tell_of_newer(trainer: Any, step: int) -> None:
-    """Checkpoints of another run that went further would be taken by the next resume_from_checkpoint=True."""
-    output_dir = trainer.args.output_dir
-    newer = sorted(
-        (step_of(f) or 0, f.name) for f in Path(output_dir).glob("checkpoint-*") if (step_of(f) or 0) > step
-    )
-    others = [name for _, name in newer if not is_same_run(Path(output_dir, name), trainer.run_record)]
-    if others:
-        logger.warning(
-            f"{output_dir} holds {', '.join(others)} of another run, beyond step {step} where this one begins. "
-            "resume_from_checkpoint=True would take the last of them: delete them, or give another output_dir."
-        )
-
-
-def _tell_of_own(trainer: Any) -> None:
-    """Whoever starts the same command again after an interrupt may expect it to go on."""
-    folder = last_complete_checkpoint(trainer.args.output_dir)
-    if folder is not None and is_same_run(folder, trainer.run_record):
-        logger.warning(
-            f"This run starts anew and will write over the checkpoints of the same run in {trainer.args.output_dir}, "
-            f"up to {folder.name}. To go on from there, give resume_from_checkpoint=True (to recipes "
-            "--resume_from_checkpoint true)."
-        )
-
-
-def _check_files(folder: Path) -> None:
-    """Trainer starts parts anew whose files are not there, and says nothing of it."""
     missing = [n for n in (TRAINER_STATE_NAME, OPTIMIZER_NAME, SCHEDULER_NAME) if not (folder / n).exists()]
     # Sharded optimizers are folders of their own.
     if OPTIMIZER_NAME in missing and [path for path in folder.iterdir() if path.is_dir()]:
@@ -435,90 +402,38 @@ def _check_files(folder: Path) -> None:
         )
 
 
-def _check_drafter(folder: Path, config: DFlashDraftConfig) -> None:
-    if not (folder / CONFIG_NAME).exists():
-        return
-    saved, own = DFlashDraftConfig.from_pretrained(folder).to_dict(), config.to_dict()
-    names = sorted(name for name in saved.keys() & own.keys() if saved[name] != own[name])
-    names = [name for name in names if name not in CONFIG_FIELDS_OF_SAVING]
-    if names:
-        differences = ", ".join(f"{name} {saved[name]} there and {own[name]} here" for name in names)
-        raise ValueError(
-            f"The checkpoint {folder} is of another drafter: {differences}. Resume with the drafter it was "
-            "made from, or load it with from_pretrained, change it with dflash_hf.adapt, and train anew."
-        )
+def _tell_of_others(trainer: Any, step: int | None) -> None:
+    """Warn of checkpoints beyond the step of the one resumed, None for a run that starts anew.
 
-
-# --- What a resumed run does beyond loading states: its own arguments act, and a due evaluation is made up for.
-
-
-# What arguments give an optimizer's groups, and no optimizer changes by itself.
-SETTINGS = ("initial_lr", "weight_decay", "betas", "eps", "momentum")
-
-EVALUATION_DUE = "evaluation_due"
-
-
-class GivenSettings:
-    """Learning rate, weight decay and the like as this run's arguments give them.
-
-    The state of an optimizer and of its schedule holds those of the run that saved it, and loading it would let them
-    rule, so that a changed argument is ignored.
-
-    Args:
-        optimizer (`torch.optim.Optimizer`): Before a state is loaded.
-        scheduler: Its schedule.
+    Those of another run would be taken by the next resume_from_checkpoint=True; those of the same run are written over
+    where whoever starts the same command again after an interrupt may expect it to go on.
     """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any):
-        self.groups = [{k: group[k] for k in SETTINGS if k in group} for group in optimizer.param_groups]
-        self.rates = list(scheduler.base_lrs) if type(scheduler) is LambdaLR else None
-
-    def put_back(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> list[tuple[float, float]]:
-        """Let them act from the next step on.
-
-        Returns:
-            The learning rates of the groups, as loaded and as they are now; equal where nothing has changed.
-        """
-        before = [float(group["lr"]) for group in optimizer.param_groups]
-        for group, own in zip(optimizer.param_groups, self.groups, strict=True):
-            group.update(own)
-        if self.rates is not None:
-            scheduler.base_lrs = self.rates
-            factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
-            scheduler._last_lr = [rate * factor for rate, factor in zip(self.rates, factors, strict=True)]
-            for group, rate in zip(optimizer.param_groups, scheduler._last_lr, strict=True):
-                group["lr"] = rate
-        return list(zip(before, (float(group["lr"]) for group in optimizer.param_groups), strict=True))
-
-
-def check_steps_left(folder: Path, num_steps: int) -> None:
-    """Raises for a checkpoint of a later step than the run's last one.
-
-    Raises:
-        ValueError: Naming both.
-    """
-    step = json.loads((folder / TRAINER_STATE_NAME).read_text())["global_step"]
-    if step > num_steps:
-        raise ValueError(
-            f"The checkpoint {folder} is of step {step}, and the run ends with step {num_steps}: there is nothing to "
-            "train. Raise max_steps or num_train_epochs, or resume from an earlier checkpoint."
-        )
-
-
-def tell_of_schedule(folder: Path, num_steps: int, rates: list[tuple[float, float]]) -> None:
-    """Warn of a schedule that is not the saved one, with the learning rate before and after."""
-    state = json.loads((folder / TRAINER_STATE_NAME).read_text())
-    before, now = rates[0]
-    if state["max_steps"] != num_steps or not math.isclose(before, now, rel_tol=1e-9):
+    output_dir, begin = trainer.args.output_dir, step or 0
+    beyond = [path for there, path in checkpoints_in(output_dir).items() if there > begin]
+    others = [path.name for path in beyond if not is_same_run(path, trainer.run_record)]
+    own = [path.name for path in beyond if path.name not in others]
+    if others:
         logger.warning(
-            f"The schedule is not that of {folder}: {state['max_steps']} steps there and {num_steps} here; after step "
-            f"{state['global_step']} the learning rate goes on from {now:.4g} instead of {before:.4g}."
+            f"{output_dir} holds {', '.join(others)} of another run, beyond step {begin} where this one begins. "
+            "resume_from_checkpoint=True would take the last of them: delete them, or give another output_dir."
         )
+    if own and step is None:
+        logger.warning(
+            f"This run starts anew and will write over the checkpoints of the same run in {output_dir}, up to "
+            f"{own[-1]}. To go on from there, give resume_from_checkpoint=True (to recipes "
+            "--resume_from_checkpoint true)."
+        )
+
+
+# --- What a resumed run does beyond loading states.
 
 
 @contextmanager
 def own_settings(trainer: Any, checkpoint: str | None) -> Iterator[None]:
     """Around the loading of a checkpoint's optimizer and schedule, after which this run's own arguments act.
+
+    The loaded states hold learning rate, weight decay and the like of the run that saved them, which would rule in
+    silence.
 
     Args:
         trainer: The [`DFlashTrainer`] that loads.
@@ -527,24 +442,50 @@ def own_settings(trainer: Any, checkpoint: str | None) -> Iterator[None]:
     Raises:
         ValueError: The checkpoint is of a later step than the run's last one.
     """
-    if checkpoint is not None:
-        check_steps_left(Path(checkpoint), trainer.state.max_steps)
-    if checkpoint is None or trainer.is_deepspeed_enabled:
+    if checkpoint is None:
         yield
         return
-    given = GivenSettings(trainer.optimizer, trainer.lr_scheduler)
+    state = json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text())
+    step, num_steps = state["global_step"], trainer.state.max_steps
+    if step > num_steps:
+        raise ValueError(
+            f"The checkpoint {checkpoint} is of step {step}, and the run ends with step {num_steps}: there is nothing "
+            "to train. Raise max_steps or num_train_epochs, or resume from an earlier checkpoint."
+        )
+    if trainer.is_deepspeed_enabled:
+        yield
+        return
+    optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
+    settings = [{k: group[k] for k in SETTINGS if k in group} for group in optimizer.param_groups]
+    rates = list(scheduler.base_lrs) if type(scheduler) is LambdaLR else None
     yield
-    rates = given.put_back(trainer.optimizer, trainer.lr_scheduler)
-    if trainer.is_world_process_zero():
-        tell_of_schedule(Path(checkpoint), trainer.state.max_steps, rates)
+    before = float(optimizer.param_groups[0]["lr"])
+    _put_back(optimizer, scheduler, settings, rates)
+    now = float(optimizer.param_groups[0]["lr"])
+    is_other = state["max_steps"] != num_steps or not math.isclose(before, now, rel_tol=1e-9)
+    if is_other and trainer.is_world_process_zero():
+        logger.warning(
+            f"The schedule is not that of {checkpoint}: {state['max_steps']} steps there and {num_steps} here; after "
+            f"step {step} the learning rate goes on from {now:.4g} instead of {before:.4g}."
+        )
+
+
+def _put_back(
+    optimizer: torch.optim.Optimizer, scheduler: Any, settings: list[dict[str, Any]], rates: list[Any] | None
+) -> None:
+    """Let the settings of each parameter group, and the schedule's rates where it scales them, act from here on."""
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
+    if rates is not None:
+        scheduler.base_lrs = rates
+        factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+        scheduler._last_lr = [rate * factor for rate, factor in zip(rates, factors, strict=True)]
+        for group, rate in zip(optimizer.param_groups, scheduler._last_lr, strict=True):
+            group["lr"] = rate
 
 
 class DueEvaluation(TrainerCallback):
-    """Makes up for the evaluation that an interrupt left out, so that the best checkpoint is chosen among the same.
-
-    Args:
-        trainer: The [`DFlashTrainer`] that trains.
-    """
+    """Makes up for the evaluation that an interrupt left out, so that the best checkpoint is chosen among the same."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer

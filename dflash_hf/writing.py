@@ -1,44 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders that one process at a time writes into, and copies that stay."""
+"""Files and folders that are whole or absent: one process at a time, written aside, flushed, renamed.
 
-import fcntl
+What is *aside* lies beside its final name on the same disk, so that renaming it is one step.
+"""
+
+import errno
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from transformers.utils import logging
 
 
-# --- One process at a time writes to a folder: a second one would delete what the first has half written.
-
-
 logger = logging.get_logger(__name__)
 
-
-def linked_copy(folder: Path, copy: Path) -> Path:
-    """Hard links to the files of a checkpoint, which stay when it is rotated away.
-
-    Args:
-        folder: The checkpoint.
-        copy: A folder on the same disk that does not exist yet.
-
-    Returns:
-        The copy.
-    """
-    try:
-        shutil.copytree(folder, copy, copy_function=os.link)
-    except OSError:
-        logger.warning(f"The disk of {folder.parent} has no hard links: each upload takes a copy of the checkpoint.")
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(folder, copy)
-    return copy
-
-
-logger = logging.get_logger(__name__)
-
-_held: set[int] = set()
+# Neither Trainer nor a push to the Hub looks at a folder of this name.
+ASIDE_PREFIX = "_incomplete-"
+REPLACED_PREFIX = f"{ASIDE_PREFIX}replaced-"
+LOCK_SUFFIX = ".lock"
 
 
 class AnotherWriterError(OSError):
@@ -47,27 +29,23 @@ class AnotherWriterError(OSError):
 
 @contextmanager
 def only_writer(path: str | Path, name: str) -> Iterator[None]:
-    """Keep other processes of this machine from writing to a folder, or to what a file stands for, meanwhile.
-
-    A process that is killed holds nothing any more, and nothing is left behind. Processes forked from this one hold
-    nothing either.
+    """Keep other processes from writing to a folder or file meanwhile; a killed process and a fork hold nothing.
 
     Args:
-        path: The folder or file, which is there.
-        name: Of the argument that says where it is.
+        path: The folder or file, which exists. The lock is the file `.lock` in the folder, or `FILE.lock`.
+        name: The argument that says where it is.
 
     Raises:
         AnotherWriterError: Another process does so already.
     """
-    descriptor = os.open(path, os.O_RDONLY)
-    _held.add(descriptor)
+    path = Path(path)
+    # A marker in place of a lock would outlive a killed run, and keep out the one that goes on from it elsewhere.
+    lock = FileLock(path / LOCK_SUFFIX if path.is_dir() else f"{path}{LOCK_SUFFIX}", fallback_to_soft=False)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        _let_go(descriptor)
+        lock.acquire(timeout=0)
+    except Timeout as error:
         raise AnotherWriterError(
-            f"Another process is writing to {path}, and two would take each other's files away. Wait for it or end "
-            f"it, or give another {name}."
+            f"Another process is writing to {path}. Wait for it, end it, or give another {name}."
         ) from error
     except OSError as error:
         # Some network file systems know no locks.
@@ -75,19 +53,89 @@ def only_writer(path: str | Path, name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _let_go(descriptor)
+        if lock.is_locked:
+            # While it is held: whoever waits for it finds that its file has gone, and makes a new one.
+            Path(lock.lock_file).unlink(missing_ok=True)
+            lock.release()
 
 
-def _let_go(descriptor: int) -> None:
-    if descriptor in _held:
-        _held.remove(descriptor)
+def check_writable(folder: Path) -> None:
+    """Make a folder and something in it, and remove the latter.
+
+    Raises:
+        OSError: Nothing could be written there.
+    """
+    probe = folder / f"{ASIDE_PREFIX}probe"
+    try:
+        probe.mkdir(parents=True, exist_ok=True)
+        probe.rmdir()
+    except OSError as error:
+        raise OSError(
+            f"Nothing could be written into output_dir={str(folder)!r} ({error}). Make it writable, or give another "
+            "one."
+        ) from error
+
+
+def publish(aside: Path, final: Path) -> None:
+    """Give a finished folder its name, once all of it is on the disk, in the place of what has that name.
+
+    Whenever the process or the machine stops, the old one or the new one is complete under one of three names: the
+    final one, that of `aside`, or `_incomplete-replaced-NAME`.
+
+    Raises:
+        OSError: The disk failed; then what had the name has it still.
+    """
+    for path in [*aside.rglob("*"), aside]:
+        _flush(path)
+    replaced = final.with_name(f"{REPLACED_PREFIX}{final.name}")
+    if os.path.lexists(final):
+        remove(replaced)
+        final.rename(replaced)
+    try:
+        aside.rename(final)
+    except OSError:
+        if os.path.lexists(replaced):
+            replaced.rename(final)
+        raise
+    _flush(final.parent)
+    remove(replaced)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file that is whole, the old or the new one, whenever the process or the machine stops."""
+    aside = path.with_name(f"{path.name}.part")
+    aside.write_text(text, encoding="utf-8")
+    _flush(aside)
+    aside.replace(path)
+    _flush(path.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove what stands under a name, but not what a link points to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems flush no folders.
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF):
+            raise
+    finally:
         os.close(descriptor)
 
 
-def _let_go_in_child() -> None:
-    # A worker that outlives a killed run must not keep the next one out.
-    for descriptor in list(_held):
-        _let_go(descriptor)
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)
+def linked_copy(folder: Path, copy: Path) -> Path:
+    """Hard links to the files of a checkpoint, which stay when it is deleted; `copy` does not exist yet."""
+    try:
+        shutil.copytree(folder, copy, copy_function=os.link)
+    except OSError:
+        logger.warning(f"The disk of {folder.parent} has no hard links: each upload takes a copy of the checkpoint.")
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(folder, copy)
+    return copy

@@ -13,7 +13,6 @@ and with what is measured so far when the run is interrupted or fails.
 import dataclasses
 import importlib.util
 import json
-import os
 import platform
 import signal
 import sys
@@ -45,13 +44,12 @@ from dflash_hf.acceptance import (
     server_markdown,
     walked_acceptance_length,
 )
-from dflash_hf.checkpointing import check_writable
 from dflash_hf.cli import parse_config, refuse_unused
 from dflash_hf.frozen_target import COMPUTE_TYPES, check_fits, load_model, refuse_token
 from dflash_hf.generation import Sampling
 from dflash_hf.prompts import PRESETS, EvaluationPrompt, preset_prompts, prompt_token_ids, read_prompts
 from dflash_hf.serving import Server, ServerError, ServerReport, measure_server, plain_tokens_per_second
-from dflash_hf.writing import only_writer
+from dflash_hf.writing import check_writable, only_writer, replace_file
 
 
 # Seconds after which what is measured so far is written once more.
@@ -279,13 +277,6 @@ class Results:
         else:
             plot_reports(self.reports, folder / "acceptance.png")
         self.written = time.monotonic()
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file that is whole whenever the process ends."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
 
 
 def evaluate(args: EvaluationArguments, results: Results) -> None:

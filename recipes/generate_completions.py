@@ -59,7 +59,7 @@ from dflash_hf.frozen_target import eos_token_ids, load_model
 from dflash_hf.prompts import EvaluationPrompt, prompt_token_ids
 from dflash_hf.serving import AnswerError, CompletionServer
 from dflash_hf.tokenizing import SOURCE_KEY, read_completions
-from dflash_hf.writing import only_writer
+from dflash_hf.writing import only_writer, replace_file
 
 
 logger = logging.getLogger(__name__)
@@ -283,10 +283,7 @@ def open_output(arguments: CompletionArguments) -> Iterator[TextIO]:
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("a", encoding="utf-8") as file, only_writer(output, "output"):
         settings = json.dumps(settings_of(arguments), indent=1) + "\n"
-        path = Path(arguments.output + ".settings.json")
-        aside = path.with_name(path.name + ".aside")
-        aside.write_text(settings, encoding="utf-8")
-        aside.replace(path)
+        replace_file(Path(arguments.output + ".settings.json"), settings)
         yield file
 
 

@@ -18,7 +18,9 @@ be measured are compared as well.
 import argparse
 import json
 import math
+from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -118,17 +120,66 @@ def figures_of(folder: Path, skip: int, may_lack_logs: bool) -> dict[str, Any]:
 def add_weights(runs: dict[str, dict[str, Any]]) -> None:
     """Compare the weights of the newest checkpoint that all runs have with the first run's."""
     # Without weights the report needs no torch, and is there at once.
+    from dflash_hf.checkpointing import checkpoints_in
     from dflash_hf.cli import errors_in_one_line
-    from dflash_hf.planning import common_step, weight_differences
 
     first, *others = runs
     with errors_in_one_line():
         if not others:
             raise ValueError(f"--weights compares runs with the first one; {first} is the only one. Give several.")
-        step = common_step([Path(name) for name in runs])
+        checkpoints = {name: checkpoints_in(name) for name in runs}
+        common = set.intersection(*map(set, checkpoints.values()))
+        if not common:
+            had = "; ".join(f"{name}: {', '.join(map(str, own)) or 'none'}" for name, own in checkpoints.items())
+            raise ValueError(
+                f"There is no step of which all runs have a checkpoint-N to be compared ({had}). Train each with "
+                "--save_strategy steps, the same --save_steps and, since weights are enough, --save_only_model true."
+            )
+        step = max(common)
         for name in others:
-            folders = (Path(run) / f"checkpoint-{step}" for run in (first, name))
-            runs[name]["weights"] = {"step": step, **weight_differences(*folders)}
+            differences = weight_differences(checkpoints[first][step], checkpoints[name][step])
+            runs[name]["weights"] = {"step": step, **differences}
+
+
+def weight_differences(first: Path, other: Path) -> dict[str, Any]:
+    """How far the weights in two folders are apart, drafters' or adapters', read one tensor after the other."""
+    import torch
+
+    squares, reference, largest, largest_in = 0.0, 0.0, -1.0, ""
+    with ExitStack() as stack:
+        tensors, others = (open_tensors(folder, stack) for folder in (first, other))
+        shapes = [{name: file.get_slice(name).get_shape() for name, file in t.items()} for t in (tensors, others)]
+        if shapes[0] != shapes[1]:
+            different = sorted(n for n in tensors.keys() | others.keys() if shapes[0].get(n) != shapes[1].get(n))
+            raise ValueError(
+                f"{other} does not hold the tensors of {first}: {len(different)} are missing in one of them or of "
+                f"another shape, such as {', '.join(different[:3])}. Compare runs of the same drafter."
+            )
+        for name in sorted(name for name, shape in shapes[0].items() if math.prod(shape)):
+            values = tensors[name].get_tensor(name).float()
+            difference = others[name].get_tensor(name).float().sub_(values)
+            squares += torch.linalg.vector_norm(difference, dtype=torch.float64).item() ** 2
+            reference += torch.linalg.vector_norm(values, dtype=torch.float64).item() ** 2
+            if not math.isfinite(squares + reference):
+                raise ValueError(f"{name} is not finite in {first} or {other}: there is no difference to speak of.")
+            largest, largest_in = max((largest, largest_in), (difference.abs().max().item(), name), key=itemgetter(0))
+    relative = math.sqrt(squares / reference) if reference else math.sqrt(squares)
+    return {"relative_difference": relative, "largest_difference": largest, "largest_in": largest_in}
+
+
+def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """The open file of each tensor in a folder, of an adapter if there is one."""
+    from safetensors import SafetensorError, safe_open
+
+    adapter = folder / "adapter_model.safetensors"
+    paths = [adapter] if adapter.exists() else sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise FileNotFoundError(f"{folder} holds no weights (*.safetensors).")
+    try:
+        files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
+    except SafetensorError as error:
+        raise ValueError(f"The weights in {folder} cannot be read: {error}") from error
+    return {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a dictionary)
 
 
 def print_run(name: str, run: dict[str, Any]) -> None:

@@ -26,7 +26,6 @@ from dflash_hf import (
 from dflash_hf.adapting import adapt
 from dflash_hf.callbacks import ProfileCallback, end_together
 from dflash_hf.chats import is_remote
-from dflash_hf.checkpointing import check_writable
 from dflash_hf.cli import errors_in_one_line, parse_config, refuse_unused
 from dflash_hf.frozen_target import FrozenTarget, random_target, read_target_config, synthetic_documents
 from dflash_hf.losses import compares_distributions
@@ -36,6 +35,7 @@ from dflash_hf.tokenizing import read_manifest
 from dflash_hf.topology import planned_placements
 from dflash_hf.trainer import documents_reader
 from dflash_hf.training_args import check_scripted
+from dflash_hf.writing import check_writable
 
 
 CONFIG = Path(__file__).resolve().parent / "qwen3.6-27b" / "config.yaml"

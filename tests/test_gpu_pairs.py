@@ -12,12 +12,13 @@ import test_kills
 import test_launch
 import tiny
 import torch
+from test_pair_recipe import load_recipe
 from test_pairs_launch import CONFIGS, ROOT, environment, largest_difference, launch, results, train
 from test_prefetch import NO_DATALOADER, batches, documents, target_threads
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.packed_targets import PackedDense
-from dflash_hf.planning import check_copy, weight_differences
+from dflash_hf.planning import check_copy
 from dflash_hf.prefetch import FeatureTransfer, Prefetcher, Throughput
 
 
@@ -287,7 +288,7 @@ def test_sigterm_to_the_launcher_of_nccl_ranks_leaves_a_checkpoint_that_resumes(
 
 
 @two_gpus
-def test_the_recipe_compares_nccl_ranks_and_their_weights_with_one_that_accumulates(tmp_path):
+def test_the_recipe_compares_nccl_ranks_and_their_weights_with_one_that_accumulates(tmp_path, monkeypatch):
     tiny.dense_target().config.save_pretrained(tmp_path / "target")
     words = ["--target_model_init_kwargs", '{"dtype": "bfloat16"}']
     words += [word for name, value in ON_GPUS.items() for word in (f"--{name}", str(value).lower())]
@@ -304,7 +305,9 @@ def test_the_recipe_compares_nccl_ranks_and_their_weights_with_one_that_accumula
         assert ran.returncode == 0, ran.stderr[-3000:]
     found = json.loads((folders[0] / "ranks.json").read_text())
     assert found == {"steps": [2, 4], "largest_difference": [0.0, 0.0], "world_size": 2}
-    weights = weight_differences(*(folder / "checkpoint-4" for folder in folders))
+    weights = load_recipe(monkeypatch, "report_pairs.py").weight_differences(
+        *(folder / "checkpoint-4" for folder in folders)
+    )
     # Other rows would give about 1e-2, another precision 3e-4.
     assert weights["relative_difference"] < 2e-3
 

@@ -14,6 +14,7 @@ import torch
 from runs import finish, start, train, wait_for_step
 
 import dflash_hf.checkpointing
+import dflash_hf.writing
 from dflash_hf.callbacks import INTERRUPTED_STATUS
 from dflash_hf.checkpointing import last_complete_checkpoint, manifest_problems
 
@@ -34,7 +35,8 @@ def resumed_training(folder: str, **kwargs) -> None:
 
 def training_that_stalls(folder: str, step: int, where: str, **kwargs) -> None:
     """Target of a process: while the checkpoint of a step is written, say so and wait to be killed."""
-    original = getattr(dflash_hf.checkpointing, where)
+    module = dflash_hf.writing if where == "_flush" else dflash_hf.checkpointing
+    original = getattr(module, where)
 
     def stalled(*args, **options):
         if any(f"checkpoint-{step}" in str(value) for value in args):
@@ -42,7 +44,7 @@ def training_that_stalls(folder: str, step: int, where: str, **kwargs) -> None:
             time.sleep(600)
         return original(*args, **options)
 
-    setattr(dflash_hf.checkpointing, where, stalled)
+    setattr(module, where, stalled)
     resumed_training(folder, **kwargs)
 
 
@@ -98,7 +100,7 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_weights(whole, tmp_pa
 
 @pytest.mark.parametrize("where", ["make_manifest", slow("publish"), slow("_flush")])
 def test_a_run_killed_while_a_checkpoint_is_written_goes_on_from_a_complete_one(whole, tmp_path, where):
-    """Before the manifest, before the name, and while files are flushed, by when it is complete."""
+    """Before the manifest, before the name, and while files are flushed, which get their name afterwards."""
     processes = start(training_that_stalls, str(tmp_path), 20, where, log=tmp_path / "log")
     deadline = time.monotonic() + 60
     while not (tmp_path / "stalled").exists():
@@ -107,9 +109,9 @@ def test_a_run_killed_while_a_checkpoint_is_written_goes_on_from_a_complete_one(
     processes[0].kill()
     finish(processes)
     names = sorted(path.name for path in (tmp_path / "run").glob("*-*"))
-    named = where == "_flush"
-    assert names == (["checkpoint-10", "checkpoint-20"] if named else ["_incomplete-checkpoint-20", "checkpoint-10"])
-    assert not manifest_problems(tmp_path / "run" / f"checkpoint-{20 if named else 10}")
+    assert names == ["_incomplete-checkpoint-20", "checkpoint-10"]
+    complete = "checkpoint-10" if where == "make_manifest" else "_incomplete-checkpoint-20"
+    assert not manifest_problems(tmp_path / "run" / complete)
     assert finish(start(train, str(tmp_path), resume=True, log=tmp_path / "log")) == [0]
     assert_same_end(tmp_path, whole[1], 1)
     assert not list((tmp_path / "run").glob("_*"))

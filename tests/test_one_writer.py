@@ -2,6 +2,7 @@
 """Two processes that would write to one place: the second is refused, whatever it runs, and nothing is left behind."""
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -18,10 +19,11 @@ from dflash_hf.writing import AnotherWriterError, only_writer
 
 
 ROOT = Path(__file__).parents[1]
-HOLD = """import fcntl, os, sys
-fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)
-print("held", flush=True)
-input()
+HOLD = """import sys
+from filelock import FileLock
+with FileLock(sys.argv[1]):
+    print("held", flush=True)
+    input()
 """
 
 
@@ -31,8 +33,9 @@ def held(tmp_path):
     processes = []
 
     def hold(path):
+        lock = path / ".lock" if path.is_dir() else f"{path}.lock"
         process = subprocess.Popen(
-            [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", HOLD, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         processes.append(process)
         assert process.stdout.readline() == "held\n"
@@ -53,7 +56,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path, held):
     process.wait()
     with only_writer(tmp_path, "output_dir"):
         pass
-    assert not list(tmp_path.iterdir()) and not one_writer._held
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_worker_that_outlives_a_killed_run_keeps_nobody_out(tmp_path):
@@ -76,7 +79,7 @@ def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     told = []
-    monkeypatch.setattr(one_writer.fcntl, "flock", none)
+    monkeypatch.setattr(fcntl, "flock", none)
     monkeypatch.setattr(one_writer.logger, "warning_once", told.append)
     with only_writer(tmp_path, "output_dir"):
         pass
@@ -111,7 +114,7 @@ def test_a_second_tokenizing_leaves_the_firsts_shards_alone(tmp_path, held):
     held(tmp_path / "out")
     with pytest.raises(AnotherWriterError, match="give another output"):
         tokenize_files(tmp_path / "in", tmp_path / "out", byte_tokenizer(), disable_tqdm=True)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["shard-x.tmp"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".lock", "shard-x.tmp"]
 
 
 def test_two_runs_do_not_answer_into_one_file(tmp_path, held):
@@ -122,4 +125,4 @@ def test_two_runs_do_not_answer_into_one_file(tmp_path, held):
     arguments = recipe.CompletionArguments("m", "p", str(output))
     with pytest.raises(AnotherWriterError, match="give another output"), recipe.open_output(arguments):
         pytest.fail("wrote")
-    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "out.jsonl.lock"]
