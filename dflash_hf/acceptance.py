@@ -34,6 +34,17 @@ from .packing import Documents, PackedDataset, document_lengths
 from .serving import ServerReport, or_none
 
 
+__all__ = [
+    "AcceptanceReport",
+    "DecodingSettings",
+    "PlainAnswer",
+    "PromptAcceptance",
+    "bootstrap_difference",
+    "measure_acceptance",
+    "plain_answers",
+    "walked_acceptance_length",
+]
+
 logger = logging.get_logger(__name__)
 
 DEFINITION = (

@@ -48,6 +48,8 @@ from .frozen_target import (
 from .modeling_dflash import DFlashDraftModel
 
 
+__all__ = ["SpeculativeOutput", "speculative_decoding", "speculative_generate"]
+
 logger = logging.get_logger(__name__)
 
 # What `generate` itself gives to a target's forwards; each of ours makes its own.
