@@ -70,11 +70,8 @@ def check_address(address: str) -> None:
 def refuse_credentials(address: str) -> None:
     """Refuse an address that holds a key, a password or a query, each of which would be written down with it.
 
-    Args:
-        address: An fsspec address, of several links (`zip://*.jsonl::https://...`) too, or a path.
-
-    Raises:
-        ValueError: Without repeating what may be a secret.
+    The address is one of fsspec, of several links (`zip://*.jsonl::https://...`) too, or a path. The error does not
+    repeat what may be a secret.
     """
     for link in address.split("::"):
         protocol, found, rest = link.partition("://")
@@ -330,11 +327,8 @@ def _json_lines(stream: Any) -> Iterator[bytes | RowError]:
             continue
         while (rest := stream.readline(LARGEST_LINE)) and not rest.endswith(b"\n"):
             pass
-        yield RowError(
-            "line too long",
-            f"the line has more than {LARGEST_LINE >> 20} MiB: expected one JSON object per line, not one list of "
-            f"all: {_shown(line)}.",
-        )
+        what = f"the line has more than {LARGEST_LINE >> 20} MiB: expected one JSON object per line, not one list of"
+        yield RowError("line too long", f"{what} all: {_shown(line)}.")
 
 
 def _json_items(stream: Any) -> Iterator[bytes | dict | RowError]:
@@ -447,9 +441,8 @@ def _clean_message(message: Any, index: int) -> dict:
     message["content"] = _content(message["content"], index)
     for key in REASONING_KEYS:
         if not isinstance(message.get(key, ""), str) and message.pop(key):
-            raise RowError(
-                "broken thinking", f"message {index}: `{key}` must be a string; templates pass over anything else."
-            )
+            what = "must be a string; templates pass over anything else."
+            raise RowError("broken thinking", f"message {index}: `{key}` {what}")
     # Some templates ask only whether the key is there, so an empty list must not stay.
     tool_calls = parsed(message.pop("tool_calls", None))
     # The older name, which templates pass over.
@@ -457,9 +450,8 @@ def _clean_message(message: Any, index: int) -> dict:
         tool_calls = [{"type": "function", "function": call}]
     if tool_calls:
         if not isinstance(tool_calls, list):
-            raise RowError(
-                "broken tool calls", f"message {index}: `tool_calls` must be a list, got {type(tool_calls).__name__}."
-            )
+            kind = type(tool_calls).__name__
+            raise RowError("broken tool calls", f"message {index}: `tool_calls` must be a list, got {kind}.")
         message["tool_calls"] = [_with_parsed_arguments(call, index) for call in tool_calls]
     return message
 
@@ -469,10 +461,8 @@ def _content(content: Any, index: int) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RowError(
-            "broken content",
-            f"message {index}: `content` must be a string or a list of parts, got {type(content).__name__}.",
-        )
+        what = f"`content` must be a string or a list of parts, got {type(content).__name__}."
+        raise RowError("broken content", f"message {index}: {what}")
     texts = []
     for part in content:
         fields = part if isinstance(part, dict) else {"text": part}
@@ -485,21 +475,18 @@ def _content(content: Any, index: int) -> str:
     return "".join(texts)
 
 
-def _with_parsed_arguments(tool_call: Any, index: int) -> dict:
-    if not isinstance(tool_call, dict):
+def _with_parsed_arguments(call: Any, index: int) -> dict:
+    if not isinstance(call, dict):
         raise RowError(
-            "broken tool calls",
-            f"message {index}: each of `tool_calls` must be a dict, got {_shown(tool_call)}.",
+            "broken tool calls", f"message {index}: each of `tool_calls` must be a dict, got {_shown(call)}."
         )
-    if "function" in tool_call:
-        return {**tool_call, "function": _with_parsed_arguments(tool_call["function"], index)}
-    if not isinstance(tool_call.get("name"), str):
-        raise RowError(
-            "broken tool calls",
-            f"message {index}: a tool call has no function with a `name`: {_shown(tool_call)}.",
-        )
-    arguments = parsed(tool_call.get("arguments"))
-    return {**tool_call, "arguments": arguments} if isinstance(arguments, dict) else tool_call
+    if "function" in call:
+        return {**call, "function": _with_parsed_arguments(call["function"], index)}
+    if not isinstance(call.get("name"), str):
+        what = f"a tool call has no function with a `name`: {_shown(call)}."
+        raise RowError("broken tool calls", f"message {index}: {what}")
+    arguments = parsed(call.get("arguments"))
+    return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
 
 
 def parsed(value: Any) -> Any:
@@ -512,20 +499,14 @@ def parsed(value: Any) -> Any:
 
 def clean_tools(tools: Any) -> list[dict] | None:
     """The tools of a row, a list or its JSON, without what Arrow fills in; None where there are none."""
-    if isinstance(tools, str) and tools:
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise RowError("broken tools", f"`tools` is a string but not JSON ({error}): {_shown(tools)}.") from error
-    else:
-        tools = without_none(tools)
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowError(
-            "broken tools", f"`tools` must be a list of dicts or the JSON string of one, got {_shown(tools)}."
-        )
-    return tools
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) and tools else without_none(tools)
+    except json.JSONDecodeError as error:
+        raise RowError("broken tools", f"`tools` is a string but not JSON ({error}): {_shown(tools)}.") from error
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        what = "`tools` must be a list of dicts or the JSON string of one"
+        raise RowError("broken tools", f"{what}, got {_shown(tools)}.")
+    return tools or None
 
 
 def without_none(value: Any) -> Any:
@@ -574,11 +555,7 @@ class Chat:
 
 
 def read_chats(row: Any) -> list[Chat]:
-    """Turns a row into its chats: one, or one per choice where a server was asked for several.
-
-    Raises:
-        RowError: The row cannot be used; says what is wrong with it.
-    """
+    """The chats of a row, or its `RowError`: one chat, or one per choice where a server was asked for several."""
     if not isinstance(row, dict):
         raise RowError("no messages", f"a chat must be a dict with `messages`, got {type(row).__name__}.")
     with nesting_limited():
@@ -593,15 +570,13 @@ def _chat(row: dict, messages: list, answer: dict, model: str | None = None) -> 
     messages = clean_messages(messages)
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
-        raise RowError(
-            "no answer", f"no message has the role 'assistant', so nothing can be learnt: the roles are {roles}."
-        )
+        what = f"no message has the role 'assistant', so nothing can be learnt: the roles are {roles}."
+        raise RowError("no answer", what)
     if roles[0] == "assistant":
         raise RowError("answer first", "the first message is the assistant's: an answer needs a message before it.")
     ids = next((answer[key] for key in TOKEN_ID_KEYS if answer.get(key) is not None), None)
-    if ids is not None and not (
-        isinstance(ids, list | tuple) and all(type(i) is int and 0 <= i <= LARGEST_ID for i in ids)
-    ):
+    is_list = isinstance(ids, list | tuple)
+    if ids is not None and not (is_list and all(type(i) is int and 0 <= i <= LARGEST_ID for i in ids)):
         raise RowError("broken token ids", f"`completion_token_ids` must be a list of token ids, got {_shown(ids)}.")
     # SGLang's own endpoint wraps the reason in an object.
     reason = answer.get("finish_reason")
@@ -684,9 +659,7 @@ def _from_sharegpt(message: Any) -> Any:
 def requested(row: dict) -> dict:
     """What a logged request asked, as fields of the row in place of the request and its response.
 
-    Args:
-        row: With a `request`, plain or as a batch file wraps it in `body`. Of it `messages` or `prompt`, `tools` and
-            `chat_template_kwargs` count; how it was sampled does not.
+    Of the request `messages` or `prompt`, `tools` and `chat_template_kwargs` count; how it was sampled does not.
     """
     request = _body(row["request"])
     asked = {key: request[key] for key in ("tools", "chat_template_kwargs") if request.get(key)}
@@ -736,19 +709,13 @@ def _streamed(chunks: Any) -> RowError:
 
 
 def template_kwargs(value: Any) -> dict[str, Any]:
-    """A row's own arguments of the chat template, an object or its JSON.
-
-    Raises:
-        RowError: They are something else, or say how the template is called.
-    """
+    """A row's own arguments of the chat template, an object or its JSON; none that say how the template is called."""
     kwargs = without_none(parsed(value) or {})
     if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
         raise RowError("broken template arguments", f"`chat_template_kwargs` must be an object, got {_shown(value)}.")
-    if reserved := sorted(RESERVED_TEMPLATE_KWARGS & kwargs.keys()):
-        raise RowError(
-            "broken template arguments",
-            f"`chat_template_kwargs` holds {', '.join(reserved)}: only variables of the template may be given.",
-        )
+    if names := ", ".join(sorted(RESERVED_TEMPLATE_KWARGS & kwargs.keys())):
+        what = f"`chat_template_kwargs` holds {names}: only variables of the template may be given."
+        raise RowError("broken template arguments", what)
     return kwargs
 
 

@@ -22,15 +22,17 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from urllib.parse import quote
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -61,6 +63,8 @@ logger = logging.getLogger(__name__)
 
 Address: TypeAlias = str | os.PathLike
 StorageOptions: TypeAlias = Mapping[str, Any] | None
+# Called with (bytes read, tokens made) since the last call; both are negative where a file fails.
+OnProgress: TypeAlias = Callable[[int, int], None]
 
 # Rows keep their place in Arrow too, among fields of their own.
 SOURCE_KEY = "_dflash_source"
@@ -129,12 +133,15 @@ class TokenizeOptions:
             raise ValueError("long_documents='windows' needs max_length, the tokens of a window.")
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(f"eval_fraction must be at least 0 and below 1, got {self.eval_fraction}.")
-        if reserved := sorted(RESERVED_TEMPLATE_KWARGS & self.template_kwargs.keys()):
-            raise ValueError(
-                f"template_kwargs holds {', '.join(reserved)}: only variables of the template may be given."
-            )
+        if names := ", ".join(sorted(RESERVED_TEMPLATE_KWARGS & self.template_kwargs.keys())):
+            raise ValueError(f"template_kwargs holds {names}: only variables of the template may be given.")
         if self.infer_thinking and self.enable_thinking is not None:
             raise ValueError("Give enable_thinking for all rows or infer_thinking from each answer, not both.")
+
+    def chat_format(self, tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
+        """How the target's template renders chats; refuses a tokenizer that cannot."""
+        kwargs = {"enable_thinking": self.enable_thinking, "preserve_thinking": self.preserve_thinking}
+        return ChatFormat.of(tokenizer, self.eos_token_ids, self.infer_thinking, **kwargs | self.template_kwargs)
 
 
 @dataclass
@@ -191,65 +198,55 @@ class Origin:
 Placed: TypeAlias = list[tuple[Document, Origin]]
 
 
+@dataclass(frozen=True)
 class RowTokenizer:
-    """Makes documents of rows.
+    """Makes documents of the rows of one source and counts what becomes of each row.
 
     Args:
-        tokenizer: The target's tokenizer, with its chat template.
+        format: The target's template and tokenizer.
         options: What decides the documents.
+        counts: Counts what becomes of rows.
+        source: Where rows come from that do not say so themselves.
+        on_error: For a row that cannot be used: "raise" a ValueError that names it, "skip" it with a warning, or only
+            "count" it.
         allow_empty_prompts: Whether an answer may follow messages without text.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, options: TokenizeOptions, allow_empty_prompts: bool = False
-    ):
-        kwargs = {"enable_thinking": options.enable_thinking, "preserve_thinking": options.preserve_thinking}
-        kwargs |= options.template_kwargs
-        self.format = ChatFormat.of(tokenizer, options.eos_token_ids, options.infer_thinking, **kwargs)
-        self.options = options
-        self.allow_empty_prompts = allow_empty_prompts
+    format: ChatFormat
+    options: TokenizeOptions
+    counts: FileCounts
+    source: str | None = None
+    on_error: Literal["raise", "skip", "count"] = "count"
+    allow_empty_prompts: bool = False
 
-    def documents(
-        self,
-        rows: Iterable[tuple[str, Any]],
-        counts: FileCounts,
-        source: str | None = None,
-        on_error: Literal["raise", "skip", "count"] = "count",
-    ) -> Iterator[Placed]:
-        """Documents of rows in order, in chunks that bound the memory.
+    def documents(self, rows: Iterable[tuple[str, Any]]) -> Iterator[Placed]:
+        """Documents in order, in chunks that bound the memory, of rows with their names in messages.
 
-        Args:
-            rows: Each row with its name in messages; a `RowError` in place of one that could not be read.
-            counts: Counts what becomes of them.
-            source: Where rows come from that do not say so themselves.
-            on_error: For a row that cannot be used: "raise" a ValueError that names it, "skip" it with a warning, or
-                only "count" it.
+        A `RowError` stands in place of a row that could not be read.
         """
         drafts: list[tuple[Draft, Origin]] = []
         num_rows, num_characters = 0, 0
         for index, (place, row) in enumerate(rows):
-            counts.rows += 1
+            self.counts.rows += 1
             num_rows += 1
             try:
-                found = self.drafts(row, index, place, source, counts)
+                found = self.drafts(row, index, place)
             except RowError as error:
-                if on_error == "raise":
+                if self.on_error == "raise":
                     raise ValueError(f"{place}: {error}") from error
-                if on_error == "skip":
+                if self.on_error == "skip":
                     logger.warning("Skipped %s: %s", place, error)
-                counts.drop(error.reason, place, str(error))
+                self.counts.drop(error.reason, place, str(error))
                 continue
             drafts += found
             num_characters += sum(len(piece.content) for draft, _ in found for piece in draft.pieces)
             if num_rows >= CHUNK_ROWS or num_characters >= CHUNK_CHARACTERS:
-                yield self._encoded(drafts, counts)
+                yield self._encoded(drafts)
                 drafts, num_rows, num_characters = [], 0, 0
         if drafts:
-            yield self._encoded(drafts, counts)
+            yield self._encoded(drafts)
 
-    def drafts(
-        self, row: Any, index: int, place: str, source: str | None, counts: FileCounts
-    ) -> list[tuple[Draft, Origin]]:
+    def drafts(self, row: Any, index: int, place: str) -> list[tuple[Draft, Origin]]:
         """Documents of a row before they are encoded, or its `RowError`."""
         if isinstance(row, RowError):
             raise row
@@ -259,10 +256,10 @@ class RowTokenizer:
             if not has_prompt and not self.allow_empty_prompts:
                 raise RowError("empty prompt", "the messages before the first answer hold no text.")
             turns = self.format.turns(chat, self.options.last_turn_only)
-            counts.template_texts.update(turn.template_text for turn in turns if turn.template_text)
-            counts.models.update([chat.model] if chat.model else [])
+            self.counts.template_texts.update(turn.template_text for turn in turns if turn.template_text)
+            self.counts.models.update([chat.model] if chat.model else [])
             split = "eval" if self._is_eval(chat.prompt) else "train"
-            origin = Origin(place, split, index, chat.source or self.options.source or source, chat.language)
+            origin = Origin(place, split, index, chat.source or self.options.source or self.source, chat.language)
             drafts += [(draft, origin) for draft in drafts_of(turns, self.options.merge_turns)]
         return drafts
 
@@ -275,32 +272,31 @@ class RowTokenizer:
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") < self.options.eval_fraction * 2**64
 
-    def _encoded(self, drafts: list[tuple[Draft, Origin]], counts: FileCounts) -> Placed:
+    def _encoded(self, drafts: list[tuple[Draft, Origin]]) -> Placed:
         placed = []
         documents = self.format.encode([draft for draft, _ in drafts])
         for document, (_, origin) in zip(documents, drafts, strict=True):
-            for fitted in self._fitted(document, origin.place, counts):
-                counts.add(origin.split, fitted)
+            for fitted in self._fitted(document, origin.place):
+                self.counts.add(origin.split, fitted)
                 placed.append((fitted, origin))
         return placed
 
-    def _fitted(self, whole: Document, place: str, counts: FileCounts) -> list[Document]:
+    def _fitted(self, whole: Document, place: str) -> list[Document]:
         """What the length limit leaves of a document; what it leaves nothing of is counted."""
         limit = self.options.max_length
         if not whole.supervised_spans:
-            counts.drop(EMPTY, place, "the answer holds no token.")
+            self.counts.drop(EMPTY, place, "the answer holds no token.")
             return []
         if limit is None:
             return [whole]
         if self.options.long_documents == "windows":
             parts = windows(whole, limit)
-            counts.repeated_tokens += sum(len(part.input_ids) for part in parts[:-1])
+            self.counts.repeated_tokens += sum(len(part.input_ids) for part in parts[:-1])
             return parts
-        short = cut(whole, limit)
-        if short is not None:
+        if short := cut(whole, limit):
             return [short]
         start = whole.supervised_spans[0][0]
-        counts.drop(TOO_LONG, place, f"the prompt has {start} tokens of max_length={limit}.")
+        self.counts.drop(TOO_LONG, place, f"the prompt has {start} tokens of max_length={limit}.")
         return []
 
 
@@ -331,8 +327,7 @@ def read_completions(
         storage_options: Arguments of the address's file system.
 
     Returns:
-        One dict per row, with "file:line" (of Parquet or a list, "file:row") under the key `_dflash_source`, so that
-        later errors can name the place.
+        Rows with "file:line" (of Parquet or a list, "file:row") under `_dflash_source`, so that later errors name it.
 
     Raises:
         FileNotFoundError: No such path, or a folder without such files.
@@ -365,11 +360,15 @@ def read_completions(
 
 
 def _in_memory(
-    tokenizer: PreTrainedTokenizerBase, *, eos_token_ids: int | Iterable[int] | None = None, **options: Any
+    tokenizer: PreTrainedTokenizerBase,
+    on_error: Literal["raise", "skip"],
+    eos_token_ids: int | Iterable[int] | None = None,
+    **options: Any,
 ) -> RowTokenizer:
     ids = [eos_token_ids] if isinstance(eos_token_ids, int) else list(eos_token_ids or [])
-    options = {"merge_turns": False, "eos_token_ids": ids, **options}
-    return RowTokenizer(tokenizer, TokenizeOptions(**options), allow_empty_prompts=True)
+    chosen = TokenizeOptions(**{"merge_turns": False, "eos_token_ids": ids, **options})
+    form = chosen.chat_format(tokenizer)
+    return RowTokenizer(form, chosen, FileCounts(), on_error=on_error, allow_empty_prompts=True)
 
 
 def tokenize_conversation(row: dict, tokenizer: PreTrainedTokenizerBase, **options: Any) -> list[dict[str, list]]:
@@ -387,12 +386,9 @@ def tokenize_conversation(row: dict, tokenizer: PreTrainedTokenizerBase, **optio
     Raises:
         ValueError: Something in the row, or what the template makes of it, cannot be used; names the row's place.
     """
-    chunks = _in_memory(tokenizer, **options).documents([(_row_name(row), row)], FileCounts(), on_error="raise")
-    return [
-        {"input_ids": document.input_ids.tolist(), "supervised_spans": document.supervised_spans}
-        for placed in chunks
-        for document, _ in placed
-    ]
+    chunks = _in_memory(tokenizer, "raise", **options).documents([(_row_name(row), row)])
+    documents = [document for placed in chunks for document, _ in placed]
+    return [{"input_ids": d.input_ids.tolist(), "supervised_spans": d.supervised_spans} for d in documents]
 
 
 def tokenize_completions(
@@ -415,11 +411,11 @@ def tokenize_completions(
         ValueError: A chat that cannot be used, named by index and place; or no document at all.
     """
     _check_on_error(on_error)
-    row_tokenizer, counts = _in_memory(tokenizer, **options), FileCounts()
+    in_memory = _in_memory(tokenizer, on_error, **options)
     bar = tqdm(rows, desc="Tokenizing", unit=" chats", disable=disable_tqdm)
     named = ((_row_name(row, index), row) for index, row in enumerate(bar))
-    tables = [_table(placed) for placed in row_tokenizer.documents(named, counts, on_error=on_error) if placed]
-    _report(counts, row_tokenizer.options.max_length)
+    tables = [_table(placed) for placed in in_memory.documents(named) if placed]
+    _report(in_memory.counts, in_memory.options.max_length)
     return Dataset(pa.concat_tables(tables).select(list(DOCUMENT_FEATURES)))
 
 
@@ -484,6 +480,10 @@ def shard_name(file: SourceFile, split: str) -> str:
     return f"{split}/{name}.parquet"
 
 
+def _identity(file: SourceFile) -> dict[str, Any]:
+    return {"name": file.name, "size": file.size, "version": file.version}
+
+
 class DocumentFolder:
     """A folder of documents of any file system. Files are written aside, then moved to their place in one step."""
 
@@ -513,15 +513,17 @@ class DocumentFolder:
             logger.warning("%s is not a whole shard of documents (%s).", path, error)
             return None
 
-    def batches(self, shard: str, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-        """Batches of a shard's documents, or of some columns of them."""
-        with self.fs.open(f"{self.root}/{shard}", "rb") as raw:
-            yield from pq.ParquetFile(raw).iter_batches(BATCH_DOCUMENTS, columns=columns)
+    def batches(self, split: str, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
+        """Batches of a split's documents in order, or of some columns of them."""
+        for shard in self.manifest_and_shards(split)[1]:
+            with self.fs.open(f"{self.root}/{shard}", "rb") as raw:
+                yield from pq.ParquetFile(raw).iter_batches(BATCH_DOCUMENTS, columns=columns)
 
     def is_damaged(self, shard: str) -> bool:
         """Whether documents of a shard cannot be read."""
         try:
-            return sum(len(batch) for batch in self.batches(shard)) < 0
+            with self.fs.open(f"{self.root}/{shard}", "rb") as raw:
+                return not all(len(batch) for batch in pq.ParquetFile(raw).iter_batches(BATCH_DOCUMENTS))
         except (OSError, pa.ArrowException):
             return True
 
@@ -580,23 +582,22 @@ class DocumentFolder:
         )
 
     def finished(self, files: list[SourceFile]) -> dict[str, dict[str, Any]]:
-        """Records of the files that earlier runs finished and that have not changed since."""
+        """Records of the files that earlier runs finished, of which every shard is there and nothing has changed."""
+
+        def whole_record(file: SourceFile) -> dict[str, Any] | None:
+            record = self.record(shard_name(file, "train"))
+            if record is None or any(record[name] != value for name, value in _identity(file).items()):
+                return None
+            others = [shard for split, shard in record["shards"].items() if split != "train"]
+            return record if all(self.record(shard) == record for shard in others) else None
+
         with explained(self.root, "Listing"):
             folder = f"{self.root}/train"
             present = set(self.fs.find(folder)) if self.fs.exists(folder) else set()
         done = [file for file in files if f"{self.root}/{shard_name(file, 'train')}" in present]
         with ThreadPoolExecutor(16) as threads:
-            records = list(threads.map(self._whole_record, done))
+            records = list(threads.map(whole_record, done))
         return {file.name: record for file, record in zip(done, records, strict=True) if record is not None}
-
-    def _whole_record(self, file: SourceFile) -> dict[str, Any] | None:
-        """The record of a file of which every shard is there, or None."""
-        record = self.record(shard_name(file, "train"))
-        own = {"name": file.name, "size": file.size, "version": file.version}
-        if record is None or any(record[name] != value for name, value in own.items()):
-            return None
-        others = [shard for split, shard in record["shards"].items() if split != "train"]
-        return record if all(self.record(shard) == record for shard in others) else None
 
     # Writing
 
@@ -692,8 +693,7 @@ class DocumentFolder:
     ) -> dict[str, Any]:
         """Moves the shards to their places, the training shard last: with its record it says the file is done."""
         shards = {split: shard_name(file, split) for split in sorted(counts.documents)}
-        source = {"name": file.name, "size": file.size, "version": file.version}
-        record = {**source, "shards": shards, **counts.as_dict()}
+        record = {**_identity(file), "shards": shards, **counts.as_dict()}
         for split in sorted(writers, key=lambda split: split == "train"):
             temporary, writer = writers[split]
             writer.add_key_value_metadata({RECORD_KEY: json.dumps(record)})
@@ -724,9 +724,8 @@ def open_documents(
     """Opens a folder of documents, memory mapped; a remote one is copied into the cache of `datasets` once.
 
     Args:
-        address: Folder or fsspec address that `tokenize_files` wrote.
+        address: Folder or fsspec address that `tokenize_files` wrote; `storage_options` are for its file system.
         split: "train" or "eval".
-        storage_options: Arguments of the address's file system.
         cache_dir: Folder of the memory-mapped copy; by default that of `datasets`.
 
     Raises:
@@ -736,11 +735,7 @@ def open_documents(
     folder = DocumentFolder(address, storage_options)
     manifest, shards = folder.manifest_and_shards(split)
     if not manifest["complete"]:
-        logger.warning(
-            "%s is not complete: %d of its source files could not be read, and their rows are missing.",
-            address,
-            len(manifest["failed"]),
-        )
+        logger.warning("%s lacks rows: %d of its source files could not be read.", address, len(manifest["failed"]))
     # Names are taken for patterns.
     files = [glob.escape(f"{folder.address.rstrip('/')}/{shard}") for shard in shards]
     options = dict(storage_options or {})
@@ -756,29 +751,14 @@ def open_documents(
         ) from error
     identity = {name: manifest[name] for name in IDENTITY_FIELDS}
     identity["thinking"] = thinking_mode(manifest)
-    data.info.description = json.dumps({**identity, "manifest_hash": _hash(json.dumps(manifest, sort_keys=True))})
+    identity["manifest_hash"] = _hash(json.dumps(manifest, sort_keys=True))
+    data.info.description = json.dumps(identity)
     return data
 
 
-def iterate_documents(
-    address: Address,
-    split: str = "train",
-    storage_options: StorageOptions = None,
-    columns: Sequence[str] | None = None,
-) -> Iterator[pa.RecordBatch]:
-    """Batches of documents in order, read shard by shard and copied nowhere; of all columns or of some.
-
-    Raises:
-        FileNotFoundError, ValueError: As `open_documents`.
-    """
-    folder = DocumentFolder(address, storage_options)
-    for shard in folder.manifest_and_shards(split)[1]:
-        yield from folder.batches(shard, columns)
-
-
 def stored_lengths(address: Address, split: str = "train", storage_options: StorageOptions = None) -> np.ndarray:
-    """The number of tokens of each document of a folder, int64 [M]; arguments as in `open_documents`."""
-    batches = iterate_documents(address, split, storage_options, ["input_ids"])
+    """The number of tokens of each document of a folder, int64 [M], read shard by shard and copied nowhere."""
+    batches = DocumentFolder(address, storage_options).batches(split, ["input_ids"])
     return np.concatenate([pc.list_value_length(batch.column(0)).to_numpy() for batch in batches]).astype(np.int64)
 
 
@@ -788,12 +768,19 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     Two tokenizers share the vocabulary's hash if and only if their ids spell the same tokens.
     """
     vocabulary = sorted((token_id, token) for token, token_id in tokenizer.get_vocab().items())
-    return {
+    identity = {
         "format": FORMAT,
         "vocabulary_hash": _hash(json.dumps(vocabulary)),
         "vocabulary_size": len(tokenizer),
         "template_hash": _hash(json.dumps(tokenizer.chat_template, sort_keys=True)),
     }
+    if not tokenizer.is_fast:
+        return {**identity, "tokenizer_hash": identity["vocabulary_hash"]}
+    # How texts become ids also depends on merges and normalisation.
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    return {**identity, "tokenizer_hash": _hash(backend.to_str())}
 
 
 def _hash(text: str) -> str:
@@ -818,10 +805,9 @@ def check_documents_fit(
 ) -> None:
     """Refuses documents whose ids mean something else to a tokenizer, and warns of another template (case DT3).
 
-    Data sets that no manifest belongs to are passed over.
-
     Args:
-        documents: What `open_documents` gave, or what was selected, shuffled or concatenated from it.
+        documents: What `open_documents` gave, or what was selected, shuffled or concatenated from it. Data sets that
+            no manifest belongs to are passed over.
         tokenizer: The target's tokenizer; without one nothing can be compared.
         allow_other_template: Whether documents written by another chat template are warned of and not refused.
 
@@ -835,16 +821,12 @@ def check_documents_fit(
         if identity["vocabulary_hash"] != own["vocabulary_hash"]:
             raise ValueError(
                 f"The documents were made with a tokenizer of {identity['vocabulary_size']} tokens, and the target's "
-                f"has {own['vocabulary_size']}; their ids do not mean the same (vocabulary "
-                f"{identity['vocabulary_hash'][:12]} and {own['vocabulary_hash'][:12]}). Tokenise the completions "
-                "with the target's own tokenizer."
+                f"has {own['vocabulary_size']}; their ids do not mean the same. Tokenise the completions with the "
+                "target's own tokenizer."
             )
         if identity["template_hash"] != own["template_hash"]:
-            message = (
-                f"The documents were written by another chat template ({identity['template_hash'][:12]}) than the "
-                f"target's tokenizer has ({own['template_hash'][:12]}): the drafter learns prompts that the target "
-                "may never see."
-            )
+            message = "The documents were written by another chat template than the target's tokenizer has, so the "
+            message += "drafter learns prompts that the target may never see."
             if not allow_other_template:
                 raise ValueError(f"{message} Tokenise again, or set allow_other_template=True.")
             logger.warning("%s It was allowed.", message)
@@ -863,10 +845,9 @@ def load_documents(
 
     Args:
         address: Folder or fsspec address that `recipes/tokenize_completions.py` wrote, or a file or folder of
-            completions that fits in memory.
+            completions that fits in memory; `storage_options` are for its file system.
         tokenizer: The target's tokenizer.
         split: "train" or "eval" of a folder of documents; completions are all "train".
-        storage_options: Arguments of the address's file system.
         allow_other_template: As in `check_documents_fit`.
         **tokenize_kwargs: Arguments of `tokenize_completions`, for completions alone.
 
@@ -884,12 +865,11 @@ def load_documents(
             )
         rows = read_completions(address, storage_options=dict(storage_options or {}))
         return tokenize_completions(rows, tokenizer, **tokenize_kwargs)
-    thinking = tokenize_kwargs.get("enable_thinking")
-    if thinking not in (None, thinking_mode(manifest)):
+    thinking, stored = tokenize_kwargs.get("enable_thinking"), thinking_mode(manifest)
+    if thinking not in (None, stored):
         raise ValueError(
             f"enable_thinking={thinking} has no effect on {address}, which was tokenised with "
-            f"enable_thinking={thinking_mode(manifest)}. Leave it out, or tokenise anew with "
-            f"recipes/tokenize_completions.py --enable_thinking {str(thinking).lower()}."
+            f"enable_thinking={stored}. Leave it out, or tokenise anew with --enable_thinking {str(thinking).lower()}."
         )
     documents = open_documents(address, split, storage_options)
     check_documents_fit(documents, tokenizer, allow_other_template)
@@ -901,20 +881,6 @@ def load_documents(
 
 SUMMED = ("rows", "tokens", "supervised_tokens", "truncated", "repeated_tokens")
 COUNTED = ("documents", "dropped", "lengths", "template_texts", "models")
-
-
-@dataclass(frozen=True)
-class Job:
-    """All that a process needs to work on one file after another."""
-
-    address: str
-    output: str
-    tokenizer: PreTrainedTokenizerBase
-    options: TokenizeOptions
-    storage_options: dict[str, Any]
-    output_storage_options: dict[str, Any]
-    retries: int
-    retry_wait: float
 
 
 def tokenize_files(
@@ -953,8 +919,7 @@ def tokenize_files(
         OutputError: A shard cannot be written.
     """
     options = options or TokenizeOptions()
-    # Refuses a tokenizer that cannot render chats before anything is listed or written.
-    RowTokenizer(tokenizer, options)
+    options.chat_format(tokenizer)
     if "strftime_now" in str(tokenizer.chat_template) and not options.template_kwargs:
         logger.warning(
             "The chat template writes today's date where it is not given one, so a run that goes on tomorrow would "
@@ -977,9 +942,14 @@ def tokenize_files(
 
 
 def _tokenize(
-    job: Job, folder: DocumentFolder, files: list[SourceFile], num_proc: int, disable_tqdm: bool
+    job: "Job", folder: DocumentFolder, files: list[SourceFile], num_proc: int, disable_tqdm: bool
 ) -> dict[str, Any]:
-    settings = _settings(job)
+    # What the bytes of the output depend on besides the files.
+    settings = {
+        **tokenizer_identity(job.tokenizer),
+        "completions": job.address.rstrip("/") if "://" in job.address else os.path.normpath(job.address),
+        "options": dataclasses.asdict(job.options),
+    }
     _check_settings(folder, settings)
     folder.clean()
     records = folder.finished(files)
@@ -993,35 +963,17 @@ def _tokenize(
         if records:
             bar.write(f"{len(records)} of {len(files)} files are finished already.", file=sys.stderr)
         progress = FilesProgress(bar, len(todo))
-        for file, result in work_on(job, todo, min(num_proc, len(todo)), progress.update):
+        for file, result in work_on(job, todo, min(num_proc, len(todo)), progress):
             if isinstance(result, SourceError):
                 failed[file.name] = str(result)
             else:
                 records[file.name] = result
             progress.finished += 1
-            progress.update(0, 0)
+            progress(0, 0)
     folder.clean()
     manifest = _manifest(settings, [records[file.name] for file in files if file.name in records], failed)
     folder.write_json(MANIFEST_NAME, manifest)
     return manifest
-
-
-def _settings(job: Job) -> dict[str, Any]:
-    """What the bytes of the output depend on besides the files."""
-    identity = tokenizer_identity(job.tokenizer)
-    # How texts become ids also depends on merges and normalisation.
-    encoding = identity["vocabulary_hash"]
-    if job.tokenizer.is_fast:
-        backend = job.tokenizer.backend_tokenizer
-        backend.no_truncation()
-        backend.no_padding()
-        encoding = _hash(backend.to_str())
-    return {
-        **identity,
-        "tokenizer_hash": encoding,
-        "completions": job.address.rstrip("/") if "://" in job.address else os.path.normpath(job.address),
-        "options": dataclasses.asdict(job.options),
-    }
 
 
 def _check_settings(folder: DocumentFolder, settings: dict[str, Any]) -> None:
@@ -1059,8 +1011,8 @@ def _manifest(settings: dict[str, Any], records: list[dict[str, Any]], failed: d
         for record in records:
             # Records of an earlier version count no models.
             counter.update(record.get(name, {}))
-        numeric = name == "lengths"
-        totals[name] = dict(sorted(counter.items(), key=lambda item: int(item[0]) if numeric else item[0]))
+        # Lengths are numbers, which JSON has made texts.
+        totals[name] = {key: counter[key] for key in sorted(counter, key=int if name == "lengths" else str)}
     return {**settings, "complete": not failed, "failed": dict(sorted(failed.items())), **totals, "files": records}
 
 
@@ -1071,43 +1023,54 @@ class FilesProgress:
         self.bar, self.num_files, self.finished, self.tokens = bar, num_files, 0, 0
         self.start = time.monotonic()
 
-    def update(self, num_bytes: int, num_tokens: int) -> None:
+    def __call__(self, num_bytes: int, num_tokens: int) -> None:
         self.tokens += num_tokens
         rate = self.tokens / max(time.monotonic() - self.start, 1e-9)
         self.bar.set_postfix_str(f"{self.finished}/{self.num_files} files, {rate:,.0f} tokens/s", refresh=False)
         self.bar.update(num_bytes)
 
 
-class FileTokenizer:
-    """Makes the documents of one file after another, in one process.
+@dataclass(frozen=True)
+class Job:
+    """Makes the documents of one file after another; each process opens the file systems itself."""
 
-    Args:
-        job: What is the same for all files.
-        on_progress: Called with (bytes read, tokens made) since the last call; negative where a file fails.
-    """
+    address: str
+    output: str
+    tokenizer: PreTrainedTokenizerBase
+    options: TokenizeOptions
+    storage_options: dict[str, Any]
+    output_storage_options: dict[str, Any]
+    retries: int
+    retry_wait: float
 
-    def __init__(self, job: Job, on_progress: Callable[[int, int], None]):
-        self.job, self.on_progress = job, on_progress
-        self.rows = RowTokenizer(job.tokenizer, job.options)
-        self.fs, _ = open_filesystem(job.address, job.storage_options)
-        self.folder = DocumentFolder(job.output, job.output_storage_options)
+    @cached_property
+    def format(self) -> ChatFormat:
+        return self.options.chat_format(self.tokenizer)
 
-    def result(self, file: SourceFile) -> dict[str, Any] | SourceError:
+    @cached_property
+    def fs(self) -> fsspec.AbstractFileSystem:
+        return open_filesystem(self.address, self.storage_options)[0]
+
+    @cached_property
+    def folder(self) -> DocumentFolder:
+        return DocumentFolder(self.output, self.output_storage_options)
+
+    def result(self, file: SourceFile, on_progress: OnProgress) -> dict[str, Any] | SourceError:
         """The file's record, or, after some retries, the error that keeps it from being read."""
-        for attempt in range(self.job.retries + 1):
+        for attempt in range(self.retries + 1):
             try:
-                return self._write(file)
+                return self._write(file, on_progress)
             except SourceError as error:
                 failure = error
-            if attempt < self.job.retries:
-                time.sleep(self.job.retry_wait * 2**attempt)
+            if attempt < self.retries:
+                time.sleep(self.retry_wait * 2**attempt)
         return failure
 
-    def _write(self, file: SourceFile) -> dict[str, Any]:
+    def _write(self, file: SourceFile, on_progress: OnProgress) -> dict[str, Any]:
         counts, told = FileCounts(), [0, 0]
 
         def report(num_bytes: int, num_tokens: int) -> None:
-            self.on_progress(num_bytes - told[0], num_tokens - told[1])
+            on_progress(num_bytes - told[0], num_tokens - told[1])
             told[:] = num_bytes, num_tokens
 
         def rows() -> Iterator[tuple[str, dict | RowError]]:
@@ -1117,7 +1080,8 @@ class FileTokenizer:
 
         stem = file.label.rpartition("/")[2].partition(".")[0]
         try:
-            record = self.folder.write_shards(file, self.rows.documents(rows(), counts, stem), counts)
+            chunks = RowTokenizer(self.format, self.options, counts, stem).documents(rows())
+            record = self.folder.write_shards(file, chunks, counts)
         except SourceError:
             report(0, 0)
             raise
@@ -1126,20 +1090,15 @@ class FileTokenizer:
 
 
 def work_on(
-    job: Job, files: list[SourceFile], num_proc: int, on_progress: Callable[[int, int], None]
+    job: Job, files: list[SourceFile], num_proc: int, on_progress: OnProgress
 ) -> Iterator[tuple[SourceFile, dict[str, Any] | SourceError]]:
     """Each file with its record, or with the error that kept it from being read, in the order they end.
 
-    Args:
-        job: What is the same for all files.
-        files: The files.
-        num_proc: Processes; up to 1 is this one.
-        on_progress: Called with (bytes read, tokens made) since the last call.
+    Up to one process is this one.
     """
     if num_proc <= 1:
-        tokenizer = FileTokenizer(job, on_progress)
         for file in files:
-            yield file, tokenizer.result(file)
+            yield file, job.result(file, on_progress)
         return
     # Forked processes start at once and share the tokenizer; where forking is unsafe they import all anew.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
@@ -1165,7 +1124,7 @@ def work_on(
             os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
-_worker: list[FileTokenizer] = []
+_worker: list[tuple[Job, OnProgress]] = []
 
 
 def _start_worker(job: Job, counters: Any, parent: int) -> None:
@@ -1176,7 +1135,7 @@ def _start_worker(job: Job, counters: Any, parent: int) -> None:
 
     # A killed parent tells nobody: without this its workers would wait for work for ever.
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
-    _worker[:] = [FileTokenizer(job, add)]
+    _worker[:] = [(job, add)]
 
 
 def _end_with_parent(parent: int) -> None:
@@ -1186,7 +1145,8 @@ def _end_with_parent(parent: int) -> None:
 
 
 def _work(file: SourceFile) -> dict[str, Any] | SourceError:
-    return _worker[0].result(file)
+    job, on_progress = _worker[0]
+    return job.result(file, on_progress)
 
 
 # --- What a person looks at after tokenising: counts, reasons, lengths, and documents with the supervised part marked.
@@ -1269,13 +1229,13 @@ def marked_examples(
     """Texts of the first documents with what is supervised between ⟦ and ⟧; long stretches lose their middle.
 
     Args:
-        address: Folder of documents.
+        address: Folder of documents; `storage_options` are for its file system.
         tokenizer: The target's tokenizer.
-        count: Documents.
+        count: How many documents.
         characters: Longest stretch that is shown whole.
-        storage_options: Arguments of the address's file system.
     """
-    documents = (row for batch in iterate_documents(address, "train", storage_options) for row in batch.to_pylist())
+    batches = DocumentFolder(address, storage_options).batches("train")
+    documents = (row for batch in batches for row in batch.to_pylist())
 
     def text(ids: list[int]) -> str:
         whole, half = str(tokenizer.decode(ids)), characters // 2

@@ -140,12 +140,13 @@ class TestRows:
 
     def test_no_row_of_json_ends_a_run(self):
         generator = random.Random(0)
-        tokenizer = RowTokenizer(byte_tokenizer(TEMPLATE), TokenizeOptions(eval_fraction=0.5))
+        options = TokenizeOptions(eval_fraction=0.5)
+        tokenizer = RowTokenizer(options.chat_format(byte_tokenizer(TEMPLATE)), options, FileCounts())
         outcomes: Counter[str] = Counter()
         for _ in range(1500):
             row = random_row(generator)
             try:
-                drafts = tokenizer.drafts(row, 0, "place", "stem", FileCounts())
+                drafts = tokenizer.drafts(row, 0, "place")
                 assert all(isinstance(d, Document) for d in tokenizer.format.encode([draft for draft, _ in drafts]))
                 outcomes["ok"] += 1
             except RowError as error:
