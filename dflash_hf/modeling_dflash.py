@@ -43,7 +43,14 @@ from .checkpoint_format import (
     tensor_problems,
 )
 from .configuration_dflash import DFlashDraftConfig
-from .masking import ChunkedMask, Mask, chunked_attention_forward, decoding_masks, flex_kernel_options
+from .masking import (
+    ChunkedMask,
+    Mask,
+    chunked_attention_forward,
+    decoding_masks,
+    flex_kernel_options,
+    register_sdpa_attention,
+)
 
 
 # --- What is checked before a drafter is loaded, and what is made ready before it is saved.
@@ -134,6 +141,9 @@ def _raise(headline: str, problems: list[str]) -> None:
     if problems:
         raise ValueError(problem_report(headline, problems))
 
+
+# Here, so that it holds where this file is loaded as remote code too.
+register_sdpa_attention()
 
 _DOWNLOAD_ARGUMENTS = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "force_download")
 
