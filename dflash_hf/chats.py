@@ -273,10 +273,9 @@ def read_rows(fs: fsspec.AbstractFileSystem, file: SourceFile) -> Iterator[tuple
             kind = _kind(raw, file)
             for number, item in enumerate(_items(raw, kind, file), start=1):
                 if isinstance(item, bytes):
-                    line = item.removeprefix(codecs.BOM_UTF8) if number == 1 else item
-                    if not line.strip():
+                    if not item.strip():
                         continue
-                    item = parse_line(line)
+                    item = parse_line(item)
                 # Parquet is read from several places at once, so that the position in the file says nothing.
                 yield f"{file.place}:{number}", item, 0 if kind == "Parquet" else raw.tell()
     # Each store, format and compression has its own errors.
@@ -307,7 +306,7 @@ def _items(raw: Any, kind: str, file: SourceFile) -> Iterator[bytes | dict | Row
         for batch in pq.ParquetFile(raw).iter_batches(batch_size=PARQUET_BATCH):
             yield from batch.to_pylist()
         return
-    stream: Any
+    stream: gzip.GzipFile | io.BufferedReader
     if kind == "gzip":
         stream = gzip.GzipFile(fileobj=raw)
     elif kind == "zstd":
@@ -316,6 +315,8 @@ def _items(raw: Any, kind: str, file: SourceFile) -> Iterator[bytes | dict | Row
     else:
         # Files of some stores know no longest line.
         stream = io.BufferedReader(raw, 2**20)
+    if stream.peek(3).startswith(codecs.BOM_UTF8):
+        stream.read(3)
     yield from (_json_items if file.path.endswith(JSON_SUFFIXES) else _json_lines)(stream)
 
 
@@ -335,7 +336,7 @@ def _json_items(stream: Any) -> Iterator[bytes | dict | RowError]:
     """The rows of a `.json` file: of one list, one object, or the lines that such a file may hold as well."""
     first = stream.readline(LARGEST_LINE)
     # Lines may be more than fit in memory.
-    if not _is_list(first) and isinstance(parse_line(first.removeprefix(codecs.BOM_UTF8)), dict):
+    if not first.lstrip().startswith(b"[") and isinstance(parse_line(first), dict):
         yield first
         yield from _json_lines(stream)
         return
@@ -350,7 +351,7 @@ def _json_items(stream: Any) -> Iterator[bytes | dict | RowError]:
     try:
         rows = json.loads(text)
     except (ValueError, RecursionError) as error:
-        if _is_list(text):
+        if text.lstrip().startswith(b"["):
             yield _unreadable("the file is no JSON list", text, error)
         else:
             yield from _json_lines(io.BytesIO(text))
@@ -385,12 +386,8 @@ def _unreadable(what: str, text: bytes, error: Exception, is_part: bool = False)
     return RowError(reason, f"{what} ({error}){hint}: {_shown(text)}.")
 
 
-def _is_list(text: bytes) -> bool:
-    return text.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-
-
 def _jq(text: bytes) -> str:
-    return "`jq -c '.[]' FILE`" if _is_list(text) else "`jq -c . FILE`"
+    return "`jq -c '.[]' FILE`" if text.lstrip().startswith(b"[") else "`jq -c . FILE`"
 
 
 def _not_an_object(row: Any, text: Any, expected: str = "one object per row") -> RowError:
@@ -524,7 +521,7 @@ TRUNCATED = ("length", "max_tokens", "abort", "content_filter", "error")
 TOKEN_ID_KEYS = ("completion_token_ids", "token_ids", "output_token_ids", "output_ids")
 # Documents hold their ids as int32.
 LARGEST_ID = 2**31 - 1
-# How a template is called is no matter of a row: these would change what is rendered, or by what.
+# These say how the template is called, which a row must not change.
 RESERVED_TEMPLATE_KWARGS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {
     "documents",
     "add_generation_prompt",
@@ -597,7 +594,7 @@ def _chat(row: dict, messages: list, answer: dict, model: str | None = None) -> 
 
 
 def _messages(row: dict) -> list:
-    """The messages of a row, those of its separate answer behind them."""
+    """The messages of a row and then those of its separate answer."""
     prompt = _prompt(row)
     completion = next((row[key] for key in ("completion", "response") if row.get(key) is not None), None)
     if completion is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From rows to documents: in memory, or into a folder that a killed job goes on with.
+"""From rows to documents: in memory, or into a folder that a killed job resumes.
 
 Both go by `RowTokenizer.documents`, which counts in `FileCounts` what became of each row. A folder of documents has
 
@@ -186,7 +186,7 @@ class FileCounts:
 
 @dataclass(frozen=True)
 class Origin:
-    """What is written beside a document, and the place of its row for messages."""
+    """What is stored with a document, and the place of its row for messages."""
 
     place: str
     split: str
@@ -200,23 +200,16 @@ Placed: TypeAlias = list[tuple[Document, Origin]]
 
 @dataclass(frozen=True)
 class RowTokenizer:
-    """Makes documents of the rows of one source and counts what becomes of each row.
-
-    Args:
-        format: The target's template and tokenizer.
-        options: What decides the documents.
-        counts: Counts what becomes of rows.
-        source: Where rows come from that do not say so themselves.
-        on_error: For a row that cannot be used: "raise" a ValueError that names it, "skip" it with a warning, or only
-            "count" it.
-        allow_empty_prompts: Whether an answer may follow messages without text.
-    """
+    """Makes documents of the rows of one source and counts what becomes of each row."""
 
     format: ChatFormat
     options: TokenizeOptions
     counts: FileCounts
+    # Where rows come from that do not say so themselves.
     source: str | None = None
+    # A row that cannot be used raises a ValueError that names it, is skipped with a warning, or only counted.
     on_error: Literal["raise", "skip", "count"] = "count"
+    # Whether an answer may follow messages without text.
     allow_empty_prompts: bool = False
 
     def documents(self, rows: Iterable[tuple[str, Any]]) -> Iterator[Placed]:
@@ -330,7 +323,7 @@ def read_completions(
         Rows with "file:line" (of Parquet or a list, "file:row") under `_dflash_source`, so that later errors name it.
 
     Raises:
-        FileNotFoundError: No such path, or a folder without such files.
+        FileNotFoundError: Nothing to read at the path.
         ValueError: A broken line, or no row at all.
     """
     _check_on_error(on_error)
@@ -707,7 +700,7 @@ def read_manifest(address: Address, storage_options: StorageOptions = None) -> d
     """The manifest of a folder of documents, or None where there is none.
 
     Raises:
-        ValueError: The manifest is of another kind or version, or the run that makes the folder has not ended.
+        ValueError: The manifest has another format, or the run that makes the folder has not ended.
     """
     return DocumentFolder(address, storage_options).manifest()
 
@@ -806,13 +799,10 @@ def check_documents_fit(
     """Refuses documents whose ids mean something else to a tokenizer, and warns of another template (case DT3).
 
     Args:
-        documents: What `open_documents` gave, or what was selected, shuffled or concatenated from it. Data sets that
-            no manifest belongs to are passed over.
+        documents: What `open_documents` gave, or what was selected, shuffled or concatenated from it. Data sets
+            without a manifest are passed over.
         tokenizer: The target's tokenizer; without one nothing can be compared.
         allow_other_template: Whether documents written by another chat template are warned of and not refused.
-
-    Raises:
-        ValueError: Another vocabulary, or another template that is not allowed.
     """
     if tokenizer is None:
         return
@@ -853,8 +843,8 @@ def load_documents(
 
     Raises:
         FileNotFoundError: Nothing is there.
-        ValueError: The documents do not fit the tokenizer or were tokenised in another mode than `enable_thinking`
-            says, there is no such split, or a completion cannot be used.
+        ValueError: The documents do not fit the tokenizer or `enable_thinking`, there is no such split, or a
+            completion cannot be used.
     """
     manifest = read_manifest(address, storage_options)
     if manifest is None:
@@ -896,7 +886,7 @@ def tokenize_files(
     retry_wait: float = 1.0,
     disable_tqdm: bool = False,
 ) -> dict[str, Any]:
-    """Tokenises all files of rows at an address into a folder of documents; started again, it goes on.
+    """Tokenises all files of rows at an address into a folder of documents; started again, it resumes.
 
     Args:
         address: File, folder or pattern, local or of any fsspec file system; see `list_files`.
@@ -1172,25 +1162,21 @@ def format_summary(manifest: Mapping[str, Any]) -> str:
     for file in manifest["files"]:
         for reason, found in file["dropped_examples"].items():
             examples.setdefault(reason, found[0])
-    for reason, count in _most_first(manifest["dropped"]):
+    for reason, count in Counter(manifest["dropped"]).most_common():
         lines.append(f"dropped {count:,}: {reason}, such as {examples[reason]}")
-    for text, count in _most_first(manifest["template_texts"])[:1]:
+    for text, count in Counter(manifest["template_texts"]).most_common(1):
         lines.append(
             f"in {count:,} answers the template wrote {text!r} before the content, and it is supervised as generated "
             "text: if the target did not generate it, pass the enable_thinking the answers were generated with"
         )
     if len(models := manifest.get("models", {})) > 1:
-        by = ", ".join(f"{name} {count:,}" for name, count in _most_first(models))
+        by = ", ".join(f"{name} {count:,}" for name, count in Counter(models).most_common())
         lines.append(
             f"the answers are of several models ({by}): a drafter learns from those of its own target alone. Unless "
             "these are names of one, leave the others out, or let recipes/generate_completions.py answer them again"
         )
     lines += [f"FAILED {name}: {error}" for name, error in manifest["failed"].items()]
     return "\n".join([*lines, *_histogram(manifest["lengths"])])
-
-
-def _most_first(counts: Mapping[str, int]) -> list[tuple[str, int]]:
-    return sorted(counts.items(), key=lambda item: -item[1])
 
 
 def _histogram(lengths: Mapping[str, int]) -> list[str]:
