@@ -80,15 +80,6 @@ def document_spans(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
     return numbers.astype(np.int64).reshape(-1, 2), owners
 
 
-def document_sources(documents: Documents) -> list[str] | None:
-    """What each document's `source` says it comes from, "other" where it says nothing; None where no document does."""
-    if isinstance(documents, datasets.Dataset):
-        sources = list(documents["source"]) if "source" in documents.column_names else []
-    else:
-        sources = [document.get("source") for document in documents]
-    return [str(source or "other") for source in sources] if any(sources) else None
-
-
 def with_sources(documents: datasets.Dataset, chats: Sequence[dict[str, Any]] | datasets.Dataset) -> datasets.Dataset:
     """Documents with the `source` of the chat that each was made from, by their `row`."""
     sources = [chat.get("source") for chat in chats]
@@ -192,7 +183,12 @@ class PackedDataset(torch.utils.data.Dataset):
     @property
     def sources(self) -> list[str] | None:
         """What each document's `source` says it comes from, "other" where it says nothing; None where none does."""
-        return document_sources(self._with_sources)
+        documents = self._with_sources
+        if isinstance(documents, datasets.Dataset):
+            sources = list(documents["source"]) if "source" in documents.column_names else []
+        else:
+            sources = [document.get("source") for document in documents]
+        return [str(source or "other") for source in sources] if any(sources) else None
 
     def __getitem__(self, index: int | tuple[int, int]) -> dict[str, Any]:
         epoch, row = index if isinstance(index, tuple) else (0, index)

@@ -355,13 +355,22 @@ def read_completions(
 def _in_memory(
     tokenizer: PreTrainedTokenizerBase,
     on_error: Literal["raise", "skip"],
+    *,
+    max_length: int | None = None,
+    enable_thinking: bool | None = None,
+    preserve_thinking: bool | None = None,
     eos_token_ids: int | Iterable[int] | None = None,
-    **options: Any,
+    merge_turns: bool = False,
 ) -> RowTokenizer:
-    ids = [eos_token_ids] if isinstance(eos_token_ids, int) else list(eos_token_ids or [])
-    chosen = TokenizeOptions(**{"merge_turns": False, "eos_token_ids": ids, **options})
-    form = chosen.chat_format(tokenizer)
-    return RowTokenizer(form, chosen, FileCounts(), on_error=on_error, allow_empty_prompts=True)
+    options = TokenizeOptions(
+        max_length=max_length,
+        merge_turns=merge_turns,
+        enable_thinking=enable_thinking,
+        preserve_thinking=preserve_thinking,
+        eos_token_ids=[eos_token_ids] if isinstance(eos_token_ids, int) else list(eos_token_ids or []),
+    )
+    form = options.chat_format(tokenizer)
+    return RowTokenizer(form, options, FileCounts(), on_error=on_error, allow_empty_prompts=True)
 
 
 def tokenize_conversation(row: dict, tokenizer: PreTrainedTokenizerBase, **options: Any) -> list[dict[str, list]]:
@@ -370,8 +379,8 @@ def tokenize_conversation(row: dict, tokenizer: PreTrainedTokenizerBase, **optio
     Args:
         row: A chat, see `read_chats`.
         tokenizer: The target's tokenizer, with its chat template.
-        **options: Fields of `TokenizeOptions`, such as `max_length`, `enable_thinking` (the value the answers were
-            generated with) and `eos_token_ids` (those of the target's generation config); `merge_turns` is False.
+        **options: `max_length`, `enable_thinking`, `preserve_thinking`, `eos_token_ids` (one or several) and
+            `merge_turns` (False by default), as in `TokenizeOptions`.
 
     Returns:
         Documents `{"input_ids": [...], "supervised_spans": [[start, stop]]}` in the order of the turns.
