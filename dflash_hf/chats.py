@@ -1,5 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From files, wherever fsspec finds them, to rows, and from rows of many kinds to chats."""
+"""From files, wherever fsspec finds them, to rows, and from rows of many kinds to chats.
+
+- File: a `.jsonl` or `.parquet` file, compressed or not, on a disk or in an object store; `list_files` finds them.
+- Row: one JSON object of a file, with its place, "file:line"; `read_rows` reads them.
+- Chat: messages as a chat template takes them, with what is known of the last answer; `read_chats` makes one of a row,
+  or one per choice of a server's response.
+
+What cannot be used is a `RowError` with a short reason, under which such rows are counted.
+"""
 
 import codecs
 import gzip
@@ -9,11 +17,10 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from io import BytesIO
 from itertools import islice
-from typing import Any, BinaryIO
+from typing import Any
 
 import fsspec
 import pyarrow as pa
@@ -22,7 +29,25 @@ from fsspec.implementations.local import LocalFileSystem
 from transformers import PreTrainedTokenizerBase
 
 
-# --- Addresses of other machines, and errors of what is behind them, without the credentials that either may hold.
+# --- Addresses of other machines, and what their file systems say, without the credentials that either may hold.
+
+
+# Here a name before an `@` is a key. Azure and SSH have a container or a user there, `hf://datasets/ORG/NAME@` a
+# revision.
+KEY_PROTOCOLS = {"http", "https", "s3", "s3a", "gs", "gcs"}
+LOCAL_PROTOCOLS = {"file", "local", "memory"}
+# Where an address may hold credentials: `://name:password@` (a password may hold slashes) and `?signature=...`.
+USER_INFO = re.compile(r"://(?:[^\s@]*:[^\s@]*|[^/\s@]*)@")
+QUERY = re.compile(r"(://[^?\s]*)\?\S*")
+# Values of environment variables so named are cut out of what a file system says of itself.
+SECRET_VARIABLE = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL", re.IGNORECASE)
+# The extras of this package that install a protocol's file system.
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+
+
+def is_remote(address: Any) -> bool:
+    """Whether an address names a protocol, such as `s3://`."""
+    return isinstance(address, str) and "://" in address
 
 
 def check_address(address: str) -> None:
@@ -42,32 +67,11 @@ def check_address(address: str) -> None:
     fsspec.get_filesystem_class(protocol)
 
 
-# Here a name before an `@` is a key. Azure and SSH have a container or a user there, `hf://datasets/ORG/NAME@` a
-# revision.
-KEY_PROTOCOLS = {"http", "https", "s3", "s3a", "gs", "gcs"}
-
-LOCAL_PROTOCOLS = {"file", "local", "memory"}
-# Where an address may hold credentials: `://name:password@` (a password may hold slashes) and `?signature=...`.
-USER_INFO = re.compile(r"://(?:[^\s@]*:[^\s@]*|[^/\s@]*)@")
-
-QUERY = re.compile(r"(://[^?\s]*)\?\S*")
-# Values of environment variables so named are cut out of what a file system says of itself.
-SECRET_VARIABLE = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL", re.IGNORECASE)
-
-
-def is_remote(address: Any) -> bool:
-    """Whether an address names a protocol, such as `s3://`."""
-    return isinstance(address, str) and "://" in address
-
-
 def refuse_credentials(address: str) -> None:
     """Refuse an address that holds a key, a password or a query, each of which would be written down with it.
 
-    Args:
-        address: An fsspec address, of several links (`zip://*.jsonl::https://...`) too, or a path.
-
-    Raises:
-        ValueError: Without repeating what may be a secret.
+    The address is one of fsspec, of several links (`zip://*.jsonl::https://...`) too, or a path. The error does not
+    repeat what may be a secret.
     """
     for link in address.split("::"):
         protocol, found, rest = link.partition("://")
@@ -108,275 +112,6 @@ def describe(error: BaseException) -> str:
     return without_secrets(f"{type(error).__name__}: {error}")
 
 
-# --- Messages as they come from servers, files and Arrow become messages as a chat template takes them.
-
-
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-
-MEDIA_TYPES = ("image", "audio", "video", "file")
-
-TEXT_TYPES = ("text", "input_text", "output_text")
-
-
-class RowError(ValueError):
-    """A row that cannot be used; `reason` is the short name under which such rows are counted."""
-
-    def __init__(self, reason: str, message: str):
-        super().__init__(message)
-        self.reason = reason
-
-
-@contextmanager
-def nesting_limited() -> Iterator[None]:
-    """What is nested more deeply than Python can follow is a row that cannot be used."""
-    try:
-        yield
-    except RecursionError as error:
-        raise RowError("nested too deeply", "lists or objects in the row are nested too deeply to be read.") from error
-
-
-def clean_messages(messages: Iterable[Any]) -> list[dict]:
-    """Messages without what Arrow fills in (case DT4): no None, `content` always there, arguments as dicts."""
-    cleaned = []
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise RowError("no role", f"message {i} must be a dict with a string `role`, got {str(message)[:80]!r}.")
-        if message["role"] not in ROLES:
-            raise RowError(
-                "unknown role",
-                f"message {i} has the role {message['role']!r}, expected one of {', '.join(ROLES)}: a misspelt role "
-                "would be rendered as if it were right.",
-            )
-        message = {"content": "", **without_none(message)}
-        message["content"] = _content(message["content"], i)
-        for key in REASONING_KEYS:
-            if not isinstance(message.get(key, ""), str) and message.pop(key):
-                raise RowError(
-                    "broken thinking", f"message {i}: `{key}` must be a string; templates pass over anything else."
-                )
-        # Some templates ask only whether the key is there, so an empty list must not stay.
-        tool_calls = parsed(message.pop("tool_calls", None))
-        # The older name, which templates pass over.
-        if (call := message.pop("function_call", None)) and not tool_calls:
-            tool_calls = [{"type": "function", "function": call}]
-        if tool_calls:
-            if not isinstance(tool_calls, list):
-                raise RowError(
-                    "broken tool calls", f"message {i}: `tool_calls` must be a list, got {type(tool_calls).__name__}."
-                )
-            message["tool_calls"] = [_with_parsed_arguments(call, i) for call in tool_calls]
-        cleaned.append(message)
-    return cleaned
-
-
-def _content(content: Any, message_index: int) -> str:
-    """The content as text: parts of text are joined, and media is refused, which a text drafter cannot learn from."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RowError(
-            "broken content",
-            f"message {message_index}: `content` must be a string or a list of parts, got {type(content).__name__}.",
-        )
-    texts = []
-    for part in content:
-        kind = (part.get("type") or "text") if isinstance(part, dict) else "text"
-        if any(media in str(kind) or (isinstance(part, dict) and media in part) for media in MEDIA_TYPES):
-            raise RowError("image, audio or video", f"message {message_index} has a part of the type {kind!r}.")
-        text = part.get("text") if isinstance(part, dict) else part
-        if not isinstance(text, str) or kind not in TEXT_TYPES:
-            raise RowError(
-                "broken content", f"message {message_index} has a part that is no text: {str(part)[:80]!r}."
-            )
-        texts.append(text)
-    return "".join(texts)
-
-
-def _with_parsed_arguments(tool_call: Any, message_index: int) -> dict:
-    if not isinstance(tool_call, dict):
-        raise RowError(
-            "broken tool calls",
-            f"message {message_index}: each of `tool_calls` must be a dict, got {str(tool_call)[:80]!r}.",
-        )
-    if "function" in tool_call:
-        return {**tool_call, "function": _with_parsed_arguments(tool_call["function"], message_index)}
-    if not isinstance(tool_call.get("name"), str):
-        raise RowError(
-            "broken tool calls",
-            f"message {message_index}: a tool call has no function with a `name`: {str(tool_call)[:80]!r}.",
-        )
-    arguments = parsed(tool_call.get("arguments"))
-    return {**tool_call, "arguments": arguments} if isinstance(arguments, dict) else tool_call
-
-
-def parsed(value: Any) -> Any:
-    """What a string of JSON holds; other values, and strings of something else, as they are."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError:
-        return value
-
-
-def clean_tools(tools: Any) -> list[dict] | None:
-    if isinstance(tools, str) and tools:
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise RowError("broken tools", f"`tools` is a string but not JSON ({error}): {tools[:80]!r}.") from error
-    else:
-        tools = without_none(tools)
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowError(
-            "broken tools", f"`tools` must be a list of dicts or the JSON string of one, got {str(tools)[:80]!r}."
-        )
-    return tools
-
-
-def without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: without_none(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list | tuple):
-        return [without_none(item) for item in value]
-    return value
-
-
-# --- Rows of JSON: one object a line, or all of them in one list.
-
-
-# Bytes of a line; a longer one, such as a whole file without line ends, is not held in memory.
-LARGEST_LINE = 2**28
-# Bytes of a list of rows, which is held in memory.
-LARGEST_LIST = 2**31
-
-
-def json_lines(stream: Any) -> Iterator[bytes | RowError]:
-    """The lines of a binary stream; one that is too long is an error."""
-    while line := stream.readline(LARGEST_LINE):
-        if len(line) < LARGEST_LINE or line.endswith(b"\n"):
-            yield line
-            continue
-        while (rest := stream.readline(LARGEST_LINE)) and not rest.endswith(b"\n"):
-            pass
-        yield RowError(
-            "line too long",
-            f"the line has more than {LARGEST_LINE >> 20} MiB: expected one JSON object per line, not one list of "
-            f"all: {line[:80]!r}.",
-        )
-
-
-def json_items(stream: Any) -> Iterator[bytes | dict | RowError]:
-    """The rows of a `.json` file: of one list, one object, or the lines that such a file may hold as well."""
-    first = stream.readline(LARGEST_LINE)
-    start = first.removeprefix(codecs.BOM_UTF8)
-    # Lines may be more than fit in memory.
-    if start.lstrip().startswith(b"{") and isinstance(parse_line(start), dict):
-        yield first
-        yield from json_lines(stream)
-        return
-    text = b"".join([first, *islice(iter(lambda: stream.read(2**20), b""), LARGEST_LIST >> 20)])
-    if stream.read(1):
-        yield RowError(
-            "list too long",
-            f"the file is no JSON lines, and more than {LARGEST_LIST >> 20} MiB are not read at once: write one JSON "
-            f"object per line (`jq -c '.[]' FILE.json > FILE.jsonl`): {text[:80]!r}.",
-        )
-        return
-    try:
-        rows = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        if text.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-            yield _unreadable("the file is no JSON list", text, error)
-        else:
-            yield from json_lines(BytesIO(text))
-        return
-    for row in rows if isinstance(rows, list) else [rows]:
-        yield row if isinstance(row, dict) else _no_object(row, json.dumps(row)[:80])
-
-
-def parse_line(line: bytes) -> dict | RowError:
-    """The object of a line, or what is wrong with it."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        # Of an object over several lines, a line is only the beginning.
-        is_part = isinstance(error, json.JSONDecodeError) and error.pos >= len(error.doc.rstrip())
-        return _unreadable("the line is not JSON", line, error, is_part)
-    if isinstance(row, list):
-        return _no_object(row, line[:80], f"one object per line, which {_jq(line)} writes of a list")
-    return row if isinstance(row, dict) else _no_object(row, line[:80])
-
-
-def _unreadable(what: str, text: bytes, error: Exception, is_part: bool = False) -> RowError:
-    reason, hint = "not JSON", ""
-    if isinstance(error, UnicodeDecodeError):
-        reason, what = "not UTF-8", f"{what} in UTF-8"
-        if b"\0" in text[:80]:
-            hint = ". It looks like UTF-16, of which `iconv -f UTF-16 -t UTF-8 FILE` makes UTF-8"
-    elif isinstance(error, RecursionError):
-        reason, what = "nested too deeply", f"{what}, nested too deeply to be read"
-    elif isinstance(error, json.JSONDecodeError):
-        if is_part or error.msg == "Extra data":
-            hint = f". Expected one whole object per line, which {_jq(text)} writes"
-    else:
-        reason = "number too long"
-    return RowError(reason, f"{what} ({error}){hint}: {text[:80]!r}.")
-
-
-def _jq(text: bytes) -> str:
-    is_list = text.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-    return f"`jq -c {chr(39) + '.[]' + chr(39) if is_list else '.'} FILE`"
-
-
-def _no_object(row: Any, text: Any, expected: str = "one object per row") -> RowError:
-    return RowError("not JSON", f"expected a JSON object, got {type(row).__name__} ({expected}): {text!r}.")
-
-
-# --- Files of rows, wherever fsspec finds them: a folder, `s3://`, `gs://`, `hf://datasets/...`, `memory://`.
-
-
-SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-# Folders hold `.json` files of other kinds too, such as settings, so that these are read where they are named.
-JSON_SUFFIXES = (".json", ".json.gz", ".json.zst")
-
-NAMED_SUFFIXES = (*SUFFIXES, *JSON_SUFFIXES)
-
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
-# A file is what it begins with, whatever its name: stores unpack, and people rename. No line of JSON begins so.
-MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "Parquet"}
-
-KINDS = {"gz": "gzip", "zst": "zstd", "parquet": "Parquet"}
-# Rows of a Parquet file that are held at once.
-PARQUET_BATCH = 128
-# A file of up to so many bytes is fetched by one request.
-WHOLE_BYTES = 16 * 2**20
-
-
-class SourceError(OSError):
-    """A file of rows cannot be read to its end."""
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """One file of rows."""
-
-    name: str  # below the address that was listed
-    path: str  # within the file system
-    place: str  # for messages
-    size: int  # in bytes
-    version: str  # the store's etag, or the time of the last change
-
-    @property
-    def label(self) -> str:
-        """The name as text: bytes of it that are no UTF-8 are replaced."""
-        return self.name.encode("utf-8", "replace").decode()
-
-
 def open_filesystem(
     address: str | os.PathLike, storage_options: Mapping[str, Any] | None = None
 ) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -414,6 +149,58 @@ def explained(address: str | os.PathLike, doing: str) -> Iterator[None]:
         ) from error
 
 
+# --- Files of rows: a folder, a pattern, `s3://`, `gs://`, `hf://datasets/...`, `memory://`.
+
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+# Folders hold `.json` files of other kinds too, such as settings, so that these are read where they are named.
+JSON_SUFFIXES = (".json", ".json.gz", ".json.zst")
+NAMED_SUFFIXES = (*SUFFIXES, *JSON_SUFFIXES)
+# A file is what it begins with, whatever its name: stores unpack, and people rename. No line of JSON begins so.
+MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "Parquet"}
+KINDS = {"gz": "gzip", "zst": "zstd", "parquet": "Parquet"}
+# Rows of a Parquet file that are held at once.
+PARQUET_BATCH = 128
+# A file of up to so many bytes is fetched by one request.
+WHOLE_BYTES = 16 * 2**20
+# Bytes of a line; a longer one, such as a whole file without line ends, is not held in memory.
+LARGEST_LINE = 2**28
+# Bytes of a list of rows, which is held in memory.
+LARGEST_LIST = 2**31
+
+
+def _shown(value: Any) -> str:
+    return repr(value[:80] if isinstance(value, str | bytes) else str(value)[:80])
+
+
+class SourceError(OSError):
+    """A file of rows cannot be read to its end."""
+
+
+class RowError(ValueError):
+    """A row that cannot be used; `reason` is the short name under which such rows are counted."""
+
+    def __init__(self, reason: str, message: str):
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of rows."""
+
+    name: str  # below the address that was listed
+    path: str  # within the file system
+    place: str  # for messages
+    size: int  # in bytes
+    version: str  # the store's etag, or the time of the last change
+
+    @property
+    def label(self) -> str:
+        """The name as text: bytes of it that are not UTF-8 are replaced."""
+        return self.name.encode("utf-8", "replace").decode()
+
+
 def list_files(
     address: str | os.PathLike, storage_options: Mapping[str, Any] | None = None, recursive: bool = True
 ) -> list[SourceFile]:
@@ -421,58 +208,52 @@ def list_files(
 
     Args:
         address: A file, a folder, or a pattern with `*`. A `.json` file is found by its name, or by a pattern that
-            ends so, and not in a folder.
+            ends so, and not in a folder. Pipes and devices are passed over: they cannot be read twice.
         storage_options: Arguments of the file system.
         recursive: Whether to look into folders of the folder.
 
     Raises:
         FileNotFoundError: Nothing is there, or no file whose name ends in one of `SUFFIXES`.
-        ValueError: A single file of another kind, a pipe, or an unknown file system.
+        ValueError: A single file of another kind, or an unknown file system.
         OSError: The store cannot be listed.
     """
     address = os.fspath(address)
     fs, path = open_filesystem(address, storage_options)
+    is_pattern = "*" in path
     with explained(address, "Listing"):
-        if "*" in path:
-            found = {name: i for name, i in fs.glob(path, detail=True).items() if i.get("type") != "directory"}
+        if is_pattern:
+            found = fs.glob(path, detail=True)
         else:
             found = fs.find(path, detail=True, maxdepth=None if recursive else 1)
+        # A local listing does not say what a link leads to.
+        found = {name: fs.info(name) if info.get("islink") else info for name, info in found.items()}
+        found = {name: info for name, info in found.items() if info.get("type") not in ("directory", "other")}
         if not found and not fs.exists(path):
             raise FileNotFoundError(f"give a {' or '.join(NAMED_SUFFIXES)} file, or a folder of them")
-    root = path.partition("*")[0].rpartition("/")[0] if "*" in path else path
     if list(found) == [path] and not path.endswith(NAMED_SUFFIXES):
-        _check_is_file(address, found[path])
         raise ValueError(f"{address} ends in neither of {NAMED_SUFFIXES}, so its format is unknown.")
-    suffixes = NAMED_SUFFIXES if "*" in path and path.endswith(NAMED_SUFFIXES) else SUFFIXES
-    names = [name for name in sorted(found) if name == path or _is_rows(name, suffixes)]
-    for name in names:
-        _check_is_file(name, found[name])
+    suffixes = NAMED_SUFFIXES if is_pattern and path.endswith(NAMED_SUFFIXES) else SUFFIXES
+    names = [
+        name
+        for name in sorted(found)
+        if name == path or (name.endswith(suffixes) and not name.rpartition("/")[2].startswith("."))
+    ]
     if not names:
         raise FileNotFoundError(
             f"The folder {address} holds no file that ends in one of {SUFFIXES}. A .json file is read where it is "
             "named, or all of a folder by FOLDER/*.json."
         )
-    return [_source_file(fs, address, root, name, found[name]) for name in names]
+    return [_source_file(fs, address, path, name, found[name]) for name in names]
 
 
-def _check_is_file(address: str, info: dict) -> None:
-    # To open a pipe that nobody writes to takes for ever.
-    if info.get("type") == "other":
-        raise ValueError(
-            f"{address} is a pipe or a device, which cannot be read twice: write its rows into a file, such as "
-            "rows.jsonl, and give that."
-        )
-
-
-def _is_rows(path: str, suffixes: tuple[str, ...]) -> bool:
-    return path.endswith(suffixes) and not path.rpartition("/")[2].startswith(".")
-
-
-def _source_file(fs: fsspec.AbstractFileSystem, address: str, root: str, path: str, info: dict) -> SourceFile:
-    name = path.rpartition("/")[2] if path == root else path[len(root) :].lstrip("/")
-    place = address if path == root else f"{address.partition('*')[0].rstrip('/')}/{name}"
-    if "*" in address:
-        place = fs.unstrip_protocol(path)
+def _source_file(fs: fsspec.AbstractFileSystem, address: str, listed: str, path: str, info: dict) -> SourceFile:
+    if path == listed:
+        name, place = path.rpartition("/")[2], address
+    elif "*" in listed:
+        name, place = path[len(listed.partition("*")[0].rpartition("/")[0]) :].lstrip("/"), fs.unstrip_protocol(path)
+    else:
+        name = path[len(listed) :].lstrip("/")
+        place = f"{address.rstrip('/')}/{name}"
     versions = (info.get(key) for key in ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created"))
     version = next((str(value).strip('"') for value in versions if value), "")
     return SourceFile(name, path, place, int(info.get("size") or 0), version)
@@ -487,34 +268,23 @@ def read_rows(fs: fsspec.AbstractFileSystem, file: SourceFile) -> Iterator[tuple
         SourceError: The file cannot be read, or not to its end; names file and line.
     """
     number = 0
-    with ExitStack() as stack:
-        try:
-            raw = stack.enter_context(_opened(fs, file))
+    try:
+        with _opened(fs, file) as raw:
             kind = _kind(raw, file)
-            if kind == "Parquet":
-                items: Iterator[Any] = _parquet_rows(raw)
-            else:
-                read = json_items if file.path.endswith(JSON_SUFFIXES) else json_lines
-                items = read(stack.enter_context(_decompressed(raw, kind)))
-        # Each store, format and compression has its own errors.
-        except Exception as error:
-            raise _source_error(file, number, error) from error
-        while True:
-            try:
-                item = next(items, None)
-            except Exception as error:
-                raise _source_error(file, number, error) from error
-            if item is None:
-                return
-            number += 1
-            if isinstance(item, bytes):
-                if number == 1:
-                    item = item.removeprefix(codecs.BOM_UTF8)
-                if not item.strip():
-                    continue
-                item = parse_line(item)
-            # Parquet is read from several places at once, so that the position in the file says nothing.
-            yield f"{file.place}:{number}", item, 0 if kind == "Parquet" else raw.tell()
+            for number, item in enumerate(_items(raw, kind, file), start=1):
+                if isinstance(item, bytes):
+                    if not item.strip():
+                        continue
+                    item = parse_line(item)
+                # Parquet is read from several places at once, so that the position in the file says nothing.
+                yield f"{file.place}:{number}", item, 0 if kind == "Parquet" else raw.tell()
+    # Each store, format and compression has its own errors.
+    except Exception as error:
+        named = KINDS.get(file.path.rpartition(".")[2])
+        what = f"not a whole {named} file" if named and not isinstance(error, FileNotFoundError) else "cannot be read"
+        raise SourceError(
+            f"{file.place}:{number + 1}: {what} ({describe(error)}): copy or write the file again."
+        ) from error
 
 
 def _opened(fs: fsspec.AbstractFileSystem, file: SourceFile) -> Any:
@@ -530,30 +300,104 @@ def _kind(raw: Any, file: SourceFile) -> str:
     return found or KINDS.get(file.path.rpartition(".")[2], "")
 
 
-def _source_error(file: SourceFile, number: int, error: Exception) -> SourceError:
-    kind = KINDS.get(file.path.rpartition(".")[2])
-    what = f"not a whole {kind} file" if kind and not isinstance(error, FileNotFoundError) else "cannot be read"
-    return SourceError(f"{file.place}:{number + 1}: {what} ({describe(error)}): copy or write the file again.")
-
-
-def _decompressed(raw: BinaryIO, kind: str) -> Any:
+def _items(raw: Any, kind: str, file: SourceFile) -> Iterator[bytes | dict | RowError]:
+    """The rows of a file of one kind, or the lines that hold them."""
+    if kind == "Parquet":
+        for batch in pq.ParquetFile(raw).iter_batches(batch_size=PARQUET_BATCH):
+            yield from batch.to_pylist()
+        return
+    stream: gzip.GzipFile | io.BufferedReader
     if kind == "gzip":
-        return gzip.open(raw, "rb")
-    if kind == "zstd":
+        stream = gzip.GzipFile(fileobj=raw)
+    elif kind == "zstd":
         # Several frames in a row are one file, and a frame that is cut off is an error.
-        return io.BufferedReader(pa.CompressedInputStream(raw, "zstd"))
-    # Files of some stores know no longest line.
-    return io.BufferedReader(raw, 2**20)
+        stream = io.BufferedReader(pa.CompressedInputStream(raw, "zstd"))
+    else:
+        # Files of some stores know no longest line.
+        stream = io.BufferedReader(raw, 2**20)
+    if stream.peek(3).startswith(codecs.BOM_UTF8):
+        stream.read(3)
+    yield from (_json_items if file.path.endswith(JSON_SUFFIXES) else _json_lines)(stream)
 
 
-def _parquet_rows(raw: BinaryIO) -> Iterator[dict]:
-    for batch in pq.ParquetFile(raw).iter_batches(batch_size=PARQUET_BATCH):
-        yield from batch.to_pylist()
+def _json_lines(stream: Any) -> Iterator[bytes | RowError]:
+    """The lines of a binary stream; one that is too long is an error."""
+    while line := stream.readline(LARGEST_LINE):
+        if len(line) < LARGEST_LINE or line.endswith(b"\n"):
+            yield line
+            continue
+        while (rest := stream.readline(LARGEST_LINE)) and not rest.endswith(b"\n"):
+            pass
+        what = f"the line has more than {LARGEST_LINE >> 20} MiB: expected one JSON object per line, not one list of"
+        yield RowError("line too long", f"{what} all: {_shown(line)}.")
 
 
-# --- Rows of many makes become chats: messages as a chat template takes them, and what is known of the last answer.
+def _json_items(stream: Any) -> Iterator[bytes | dict | RowError]:
+    """The rows of a `.json` file: of one list, one object, or the lines that such a file may hold as well."""
+    first = stream.readline(LARGEST_LINE)
+    # Lines may be more than fit in memory.
+    if not first.lstrip().startswith(b"[") and isinstance(parse_line(first), dict):
+        yield first
+        yield from _json_lines(stream)
+        return
+    text = b"".join([first, *islice(iter(lambda: stream.read(2**20), b""), LARGEST_LIST >> 20)])
+    if stream.read(1):
+        yield RowError(
+            "list too long",
+            f"the file is no JSON lines, and more than {LARGEST_LIST >> 20} MiB are not read at once: write one JSON "
+            f"object per line (`jq -c '.[]' FILE.json > FILE.jsonl`): {_shown(text)}.",
+        )
+        return
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if text.lstrip().startswith(b"["):
+            yield _unreadable("the file is no JSON list", text, error)
+        else:
+            yield from _json_lines(io.BytesIO(text))
+        return
+    for row in rows if isinstance(rows, list) else [rows]:
+        yield row if isinstance(row, dict) else _not_an_object(row, json.dumps(row)[:80])
 
 
+def parse_line(line: bytes) -> dict | RowError:
+    """The object of a line, or what is wrong with it."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        # Of an object over several lines, a line is only the beginning.
+        is_part = isinstance(error, json.JSONDecodeError) and error.pos >= len(error.doc.rstrip())
+        return _unreadable("the line is not JSON", line, error, is_part)
+    if isinstance(row, list):
+        return _not_an_object(row, line[:80], f"one object per line, which {_jq(line)} writes of a list")
+    return row if isinstance(row, dict) else _not_an_object(row, line[:80])
+
+
+def _unreadable(what: str, text: bytes, error: Exception, is_part: bool = False) -> RowError:
+    reason, hint = "number too long", ""
+    if isinstance(error, UnicodeDecodeError):
+        reason, what = "not UTF-8", f"{what} in UTF-8"
+    elif isinstance(error, RecursionError):
+        reason, what = "nested too deeply", f"{what}, nested too deeply to be read"
+    elif isinstance(error, json.JSONDecodeError):
+        reason = "not JSON"
+        if is_part or error.msg == "Extra data":
+            hint = f". Expected one whole object per line, which {_jq(text)} writes"
+    return RowError(reason, f"{what} ({error}){hint}: {_shown(text)}.")
+
+
+def _jq(text: bytes) -> str:
+    return "`jq -c '.[]' FILE`" if text.lstrip().startswith(b"[") else "`jq -c . FILE`"
+
+
+def _not_an_object(row: Any, text: Any, expected: str = "one object per row") -> RowError:
+    return RowError("not JSON", f"expected a JSON object, got {type(row).__name__} ({expected}): {text!r}.")
+
+
+# --- Messages as they come from servers, files and Arrow become messages as a chat template takes them.
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 SHAREGPT_ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -562,13 +406,122 @@ SHAREGPT_ROLES = {
     "model": "assistant",
     "observation": "tool",
 }
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+MEDIA_TYPES = ("image", "audio", "video", "file")
+TEXT_TYPES = ("text", "input_text", "output_text")
+
+
+@contextmanager
+def nesting_limited() -> Iterator[None]:
+    """What is nested more deeply than Python can follow is a row that cannot be used."""
+    try:
+        yield
+    except RecursionError as error:
+        raise RowError("nested too deeply", "lists or objects in the row are nested too deeply to be read.") from error
+
+
+def clean_messages(messages: Iterable[Any]) -> list[dict]:
+    """Messages without what Arrow fills in (case DT4): no None, `content` always there, arguments as dicts."""
+    return [_clean_message(message, i) for i, message in enumerate(messages)]
+
+
+def _clean_message(message: Any, index: int) -> dict:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise RowError("no role", f"message {index} must be a dict with a string `role`, got {_shown(message)}.")
+    if message["role"] not in ROLES:
+        raise RowError(
+            "unknown role",
+            f"message {index} has the role {message['role']!r}, expected one of {', '.join(ROLES)}: a misspelt role "
+            "would be rendered as if it were right.",
+        )
+    message = {"content": "", **without_none(message)}
+    message["content"] = _content(message["content"], index)
+    for key in REASONING_KEYS:
+        if not isinstance(message.get(key, ""), str) and message.pop(key):
+            what = "must be a string; templates pass over anything else."
+            raise RowError("broken thinking", f"message {index}: `{key}` {what}")
+    # Some templates ask only whether the key is there, so an empty list must not stay.
+    tool_calls = parsed(message.pop("tool_calls", None))
+    # The older name, which templates pass over.
+    if (call := message.pop("function_call", None)) and not tool_calls:
+        tool_calls = [{"type": "function", "function": call}]
+    if tool_calls:
+        if not isinstance(tool_calls, list):
+            kind = type(tool_calls).__name__
+            raise RowError("broken tool calls", f"message {index}: `tool_calls` must be a list, got {kind}.")
+        message["tool_calls"] = [_with_parsed_arguments(call, index) for call in tool_calls]
+    return message
+
+
+def _content(content: Any, index: int) -> str:
+    """The content as text: parts of text are joined, and media is refused, which a text drafter cannot learn from."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        what = f"`content` must be a string or a list of parts, got {type(content).__name__}."
+        raise RowError("broken content", f"message {index}: {what}")
+    texts = []
+    for part in content:
+        fields = part if isinstance(part, dict) else {"text": part}
+        kind = fields.get("type") or "text"
+        if any(media in str(kind) or media in fields for media in MEDIA_TYPES):
+            raise RowError("image, audio or video", f"message {index} has a part of the type {kind!r}.")
+        if not isinstance(fields.get("text"), str) or kind not in TEXT_TYPES:
+            raise RowError("broken content", f"message {index} has a part that is no text: {_shown(part)}.")
+        texts.append(fields["text"])
+    return "".join(texts)
+
+
+def _with_parsed_arguments(call: Any, index: int) -> dict:
+    if not isinstance(call, dict):
+        raise RowError(
+            "broken tool calls", f"message {index}: each of `tool_calls` must be a dict, got {_shown(call)}."
+        )
+    if "function" in call:
+        return {**call, "function": _with_parsed_arguments(call["function"], index)}
+    if not isinstance(call.get("name"), str):
+        what = f"a tool call has no function with a `name`: {_shown(call)}."
+        raise RowError("broken tool calls", f"message {index}: {what}")
+    arguments = parsed(call.get("arguments"))
+    return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
+
+
+def parsed(value: Any) -> Any:
+    """What a string of JSON holds; other values, and strings of something else, as they are."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError:
+        return value
+
+
+def clean_tools(tools: Any) -> list[dict] | None:
+    """The tools of a row, a list or its JSON, without what Arrow fills in; None where there are none."""
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) and tools else without_none(tools)
+    except json.JSONDecodeError as error:
+        raise RowError("broken tools", f"`tools` is a string but not JSON ({error}): {_shown(tools)}.") from error
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        what = "`tools` must be a list of dicts or the JSON string of one"
+        raise RowError("broken tools", f"{what}, got {_shown(tools)}.")
+    return tools or None
+
+
+def without_none(value: Any) -> Any:
+    """Nested lists and dicts without the keys whose value is None."""
+    if isinstance(value, dict):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+# --- Rows of many makes become chats.
+
+
 # Finish reasons of an answer that was cut off, so that it has no end of turn.
 TRUNCATED = ("length", "max_tokens", "abort", "content_filter", "error")
-
 TOKEN_ID_KEYS = ("completion_token_ids", "token_ids", "output_token_ids", "output_ids")
 # Documents hold their ids as int32.
 LARGEST_ID = 2**31 - 1
-# How a template is called is no matter of a row: these would change what is rendered, or by what.
+# These say how the template is called, which a row must not change.
 RESERVED_TEMPLATE_KWARGS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {
     "documents",
     "add_generation_prompt",
@@ -599,40 +552,38 @@ class Chat:
 
 
 def read_chats(row: Any) -> list[Chat]:
-    """Turns a row into its chats: one, or one per choice where a server was asked for several.
-
-    Raises:
-        RowError: The row cannot be used; says what is wrong with it.
-    """
+    """The chats of a row, or its `RowError`: one chat, or one per choice where a server was asked for several."""
     if not isinstance(row, dict):
         raise RowError("no messages", f"a chat must be a dict with `messages`, got {type(row).__name__}.")
     with nesting_limited():
         own = any(row.get(name) is not None for name in ("messages", "conversations", "prompt"))
         if isinstance(row.get("request"), dict) and (row.get("response") is not None or not own):
             return _read_log(row)
-        prompt, completion = _prompt_and_completion(row)
-        return [_chat(row, prompt + completion, row)]
+        return [_chat(row, _messages(row), row)]
 
 
-def _chat(row: dict, messages: list[dict], answer: dict, model: str | None = None) -> Chat:
+def _chat(row: dict, messages: list, answer: dict, model: str | None = None) -> Chat:
     """A chat of `messages`; `answer` is where the finish reason and the token ids of its last answer stand."""
     messages = clean_messages(messages)
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if not answers:
-        roles = [message["role"] for message in messages]
-        raise RowError(
-            "no answer", f"no message has the role 'assistant', so nothing can be learnt: the roles are {roles}."
-        )
-    if answers[0] == 0:
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles:
+        what = f"no message has the role 'assistant', so nothing can be learnt: the roles are {roles}."
+        raise RowError("no answer", what)
+    if roles[0] == "assistant":
         raise RowError("answer first", "the first message is the assistant's: an answer needs a message before it.")
     ids = next((answer[key] for key in TOKEN_ID_KEYS if answer.get(key) is not None), None)
-    reason = _finish_reason(answer.get("finish_reason"))
+    is_list = isinstance(ids, list | tuple)
+    if ids is not None and not (is_list and all(type(i) is int and 0 <= i <= LARGEST_ID for i in ids)):
+        raise RowError("broken token ids", f"`completion_token_ids` must be a list of token ids, got {_shown(ids)}.")
+    # SGLang's own endpoint wraps the reason in an object.
+    reason = answer.get("finish_reason")
+    reason = str(reason.get("type") if isinstance(reason, dict) else reason).lower()
     # vLLM and SGLang say which stop sequence it was, and which id where it was a token.
     stops = (answer.get("stop_reason"), answer.get("matched_stop"))
     return Chat(
         messages=messages,
         tools=clean_tools(row.get("tools")),
-        completion_ids=_completion_ids(ids),
+        completion_ids=None if ids is None else list(ids),
         is_truncated=reason in TRUNCATED,
         stop_text=next((s for s in stops if isinstance(s, str) and s), None) if reason == "stop" else None,
         template_kwargs=template_kwargs(row.get("chat_template_kwargs")),
@@ -642,25 +593,16 @@ def _chat(row: dict, messages: list[dict], answer: dict, model: str | None = Non
     )
 
 
-def _prompt_and_completion(row: dict) -> tuple[list, list]:
-    """The messages of a row and those that its separate answer adds."""
-    if row.get("messages") is not None:
-        messages = _message_list(row["messages"], "messages")
-    elif row.get("conversations") is not None:
-        messages = [_from_sharegpt(m) for m in _message_list(row["conversations"], "conversations")]
-        if isinstance(row.get("system"), str) and row["system"]:
-            messages = [{"role": "system", "content": row["system"]}, *messages]
-    elif row.get("prompt") is not None:
-        messages = _as_messages(row["prompt"], "user", "prompt")
-    else:
-        raise RowError("no messages", "the row has no `messages`: expected a list of {'role': ..., 'content': ...}.")
+def _messages(row: dict) -> list:
+    """The messages of a row and then those of its separate answer."""
+    prompt = _prompt(row)
     completion = next((row[key] for key in ("completion", "response") if row.get(key) is not None), None)
     if completion is None:
-        return messages, []
+        return prompt
     answer = _as_messages(completion, "assistant", "completion")
-    if messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
-        if isinstance(completion, str) and completion == messages[-1].get("content"):
-            return messages, []
+    if prompt and isinstance(prompt[-1], dict) and prompt[-1].get("role") == "assistant":
+        if isinstance(completion, str) and completion == prompt[-1].get("content"):
+            return prompt
         raise RowError(
             "two answers",
             "the messages end in an answer and the row has a `completion` or `response` besides: keep the one that "
@@ -668,15 +610,26 @@ def _prompt_and_completion(row: dict) -> tuple[list, list]:
         )
     if isinstance(completion, str) and isinstance(row.get("reasoning_content"), str):
         answer[0]["reasoning_content"] = row["reasoning_content"]
-    return messages, answer
+    return prompt + answer
 
 
-def _as_messages(value: Any, role: str, name: str) -> list[dict]:
+def _prompt(row: dict) -> list:
+    """The messages of a row, a separate answer apart."""
+    if row.get("messages") is not None:
+        return _message_list(row["messages"], "messages")
+    if row.get("conversations") is not None:
+        messages = [_from_sharegpt(m) for m in _message_list(row["conversations"], "conversations")]
+        has_system = isinstance(row.get("system"), str) and row["system"]
+        return [{"role": "system", "content": row["system"]}, *messages] if has_system else messages
+    if row.get("prompt") is not None:
+        return _as_messages(row["prompt"], "user", "prompt")
+    raise RowError("no messages", "the row has no `messages`: expected a list of {'role': ..., 'content': ...}.")
+
+
+def _as_messages(value: Any, role: str, name: str) -> list:
     if isinstance(value, str) and not value.lstrip().startswith('[{"'):
         return [{"role": role, "content": value}]
-    if isinstance(value, dict):
-        return [{"role": role, **value}]
-    return _message_list(value, name)
+    return [{"role": role, **value}] if isinstance(value, dict) else _message_list(value, name)
 
 
 def _message_list(value: Any, name: str) -> list:
@@ -685,7 +638,7 @@ def _message_list(value: Any, name: str) -> list:
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
-            raise RowError("no messages", f"`{name}` is a string but not JSON ({error}): {value[:80]!r}.") from error
+            raise RowError("no messages", f"`{name}` is a string but not JSON ({error}): {_shown(value)}.") from error
     if not isinstance(value, list | tuple):
         raise RowError("no messages", f"`{name}` must be a list of dicts, got {type(value).__name__}.")
     return list(value)
@@ -703,11 +656,9 @@ def _from_sharegpt(message: Any) -> Any:
 def requested(row: dict) -> dict:
     """What a logged request asked, as fields of the row in place of the request and its response.
 
-    Args:
-        row: With a `request`, plain or as a batch file wraps it in `body`. Of it `messages` or `prompt`, `tools` and
-            `chat_template_kwargs` count; how it was sampled does not.
+    Of the request `messages` or `prompt`, `tools` and `chat_template_kwargs` count; how it was sampled does not.
     """
-    request = row["request"]["body"] if isinstance(row["request"].get("body"), dict) else row["request"]
+    request = _body(row["request"])
     asked = {key: request[key] for key in ("tools", "chat_template_kwargs") if request.get(key)}
     asked |= {key: request[key] for key in ("messages", "prompt") if request.get(key) is not None}
     # Such fields beside the request are not what was asked.
@@ -715,29 +666,33 @@ def requested(row: dict) -> dict:
     return {key: value for key, value in row.items() if key not in other} | asked
 
 
+def _body(value: Any) -> Any:
+    """A request or a response without what a batch file wraps it in."""
+    return value["body"] if isinstance(value, dict) and isinstance(value.get("body"), dict) else value
+
+
 def _read_log(row: dict) -> list[Chat]:
-    """Chats of a request to a server and what it answered, plain or as a batch file wraps them in `body`."""
-    response = row.get("response")
-    if isinstance(response, dict) and isinstance(response.get("body"), dict):
-        response = response["body"]
-    answered = response if isinstance(response, dict) else {}
-    choices = answered.get("choices")
+    """Chats of a request to a server and what it answered."""
+    response = _body(row.get("response"))
     # Chunks in a list, or as the server sent them.
     if isinstance(response, list) or (isinstance(response, str) and response.lstrip().startswith("data:")):
         raise _streamed(response)
+    answered = response if isinstance(response, dict) else {}
+    choices = answered.get("choices")
     if not isinstance(choices, list) or not choices:
-        raise RowError("no answer", f"the response to the request has no `choices`: {str(response)[:80]!r}.")
+        raise RowError("no answer", f"the response to the request has no `choices`: {_shown(response)}.")
     asked = requested(row)
-    prompt, _ = _prompt_and_completion({key: asked.get(key) for key in ("messages", "prompt")})
+    prompt = _prompt({key: asked.get(key) for key in ("messages", "prompt")})
     chats = []
     for choice in choices:
-        message = choice.get("message") if isinstance(choice, dict) else None
-        if message is None and isinstance(choice, dict) and isinstance(choice.get("text"), str):
+        choice = choice if isinstance(choice, dict) else {}
+        message = choice.get("message")
+        if message is None and isinstance(choice.get("text"), str):
             message = {"content": choice["text"]}
         if not isinstance(message, dict):
-            if isinstance(choice, dict) and "delta" in choice:
+            if "delta" in choice:
                 raise _streamed(choice)
-            raise RowError("no answer", f"a choice of the response has no `message`: {str(choice)[:80]!r}.")
+            raise RowError("no answer", f"a choice of the response has no `message`: {_shown(choice)}.")
         chats.append(_chat(asked, [*prompt, {**message, "role": "assistant"}], choice, _name(answered.get("model"))))
     return chats
 
@@ -746,43 +701,19 @@ def _streamed(chunks: Any) -> RowError:
     return RowError(
         "streamed",
         "the response was streamed, so its answer lies in pieces: join their `delta`s into one `message`, or let "
-        f"recipes/generate_completions.py answer the request again: {str(chunks)[:80]!r}.",
+        f"recipes/generate_completions.py answer the request again: {_shown(chunks)}.",
     )
 
 
 def template_kwargs(value: Any) -> dict[str, Any]:
-    """A row's own arguments of the chat template, an object or its JSON.
-
-    Raises:
-        RowError: They are something else, or say how the template is called.
-    """
+    """A row's own arguments of the chat template, an object or its JSON; none that say how the template is called."""
     kwargs = without_none(parsed(value) or {})
     if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
-        raise RowError(
-            "broken template arguments", f"`chat_template_kwargs` must be an object, got {str(value)[:80]!r}."
-        )
-    if reserved := sorted(RESERVED_TEMPLATE_KWARGS & kwargs.keys()):
-        raise RowError(
-            "broken template arguments",
-            f"`chat_template_kwargs` holds {', '.join(reserved)}: only variables of the template may be given.",
-        )
+        raise RowError("broken template arguments", f"`chat_template_kwargs` must be an object, got {_shown(value)}.")
+    if names := ", ".join(sorted(RESERVED_TEMPLATE_KWARGS & kwargs.keys())):
+        what = f"`chat_template_kwargs` holds {names}: only variables of the template may be given."
+        raise RowError("broken template arguments", what)
     return kwargs
-
-
-def _finish_reason(value: Any) -> str:
-    """The reason in one spelling; SGLang's own endpoint wraps it in an object."""
-    value = value.get("type") if isinstance(value, dict) else value
-    return value.lower() if isinstance(value, str) else ""
-
-
-def _completion_ids(ids: Any) -> list[int] | None:
-    if ids is None:
-        return None
-    if not isinstance(ids, list | tuple) or not all(type(i) is int and 0 <= i <= LARGEST_ID for i in ids):
-        raise RowError(
-            "broken token ids", f"`completion_token_ids` must be a list of token ids, got {str(ids)[:80]!r}."
-        )
-    return list(ids)
 
 
 def _name(value: Any) -> str | None:

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From rows to tensors: which anchors are drawn, and their labels."""
+"""From rows to tensors: which anchors are drawn, and their labels.
+
+An anchor is a supervised position whose next token is supervised too; the drafter learns the block of `b` slots that
+begins there. Shapes: B rows of T tokens, N anchors in a row, S supervised spans.
+"""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -13,7 +17,20 @@ import pyarrow.compute as pc
 import torch
 from transformers.utils import logging
 
-from .packing import DOCUMENT_COLUMNS, Documents, document_lengths, document_spans, seeded_permutation
+from .packing import (
+    DOCUMENT_COLUMNS,
+    Documents,
+    arrow_column,
+    document_lengths,
+    document_spans,
+    listed,
+    seeded_permutation,
+)
+
+
+logger = logging.get_logger(__name__)
+
+IGNORE_INDEX = -100
 
 
 # --- Which positions of a document may be anchors, and which of them an epoch draws.
@@ -27,7 +44,7 @@ def document_seed(seed: int, epoch: int, document: int, purpose: str) -> int:
 
 def as_spans(supervised_spans: Sequence[Sequence[int]] | np.ndarray | None, name: str = "A document") -> np.ndarray:
     """Spans as an array [S, 2]; null, as Arrow has it for a document without any, is none."""
-    spans = np.asarray([] if supervised_spans is None else supervised_spans, dtype=np.int64)
+    spans = np.asarray(listed(supervised_spans), dtype=np.int64)
     if spans.size and (spans.ndim != 2 or spans.shape[1] != 2):
         raise ValueError(
             f"{name} has supervised_spans of shape {spans.shape}, expected [S, 2]: half-open [start, stop] pairs, for "
@@ -36,31 +53,44 @@ def as_spans(supervised_spans: Sequence[Sequence[int]] | np.ndarray | None, name
     return spans.reshape(-1, 2)
 
 
-def _opens_run(spans: np.ndarray, owners: np.ndarray) -> np.ndarray:
-    """Whether each span [S, 2] does not continue the one before: touching spans of one document make one stretch."""
-    opens = np.ones(len(spans), dtype=bool)
+def supervised_runs(spans: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Starts, stops and documents of the unbroken stretches that spans [S, 2] of the documents `owners` [S] make."""
+    opens, closes = np.ones(len(spans), dtype=bool), np.ones(len(spans), dtype=bool)
+    # Touching spans of one document are one stretch.
     opens[1:] = (spans[1:, 0] != spans[:-1, 1]) | (owners[1:] != owners[:-1])
-    return opens
-
-
-def supervised_runs(spans: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and stops of the unbroken supervised stretches."""
-    opens, closes = _opens_run(spans, owners), np.ones(len(spans), dtype=bool)
     closes[:-1] = opens[1:]
-    return spans[opens, 0], spans[closes, 1]
+    return spans[opens, 0], spans[closes, 1], owners[opens]
+
+
+def _anchors_of_runs(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
+    """The number of valid anchors of each supervised stretch of the documents, and the stretch's document."""
+    starts, stops, owners = supervised_runs(*document_spans(documents))
+    return np.maximum(stops - starts - 1, 0), owners
+
+
+def num_valid_anchors(documents: Documents) -> np.ndarray:
+    """The number of valid anchors of each document, int64 [M]."""
+    anchors, owners = _anchors_of_runs(documents)
+    return np.bincount(owners, weights=anchors, minlength=len(documents)).astype(np.int64)
+
+
+def share_of_countable_slots(documents: Documents, block_size: int) -> float:
+    """The share of the drafted slots (1 to b-1) of all valid anchors that have a label: 1.0 for endless answers."""
+    # The anchors of a stretch of m+1 tokens have 1, 2, .., m tokens ahead of them, of which a block takes up to b-1.
+    anchors, drafted = _anchors_of_runs(documents)[0], block_size - 1
+    cut = np.minimum(anchors, drafted)
+    countable = cut * (cut + 1) // 2 + (anchors - cut) * drafted
+    return float(countable.sum() / max(1, drafted * anchors.sum()))
 
 
 def valid_anchors(supervised_spans: Sequence[Sequence[int]] | np.ndarray) -> np.ndarray:
-    """The positions of a document that may be anchors: those that are supervised and whose next token is too.
+    """The positions of a document that may be anchors, ascending: supervised, and the next token is too.
 
     Args:
         supervised_spans: half-open, ascending, disjoint [start, stop] pairs, in tokens from the document's start.
-
-    Returns:
-        int64 array of positions in the document, ascending.
     """
     spans = as_spans(supervised_spans)
-    starts, stops = supervised_runs(spans, np.zeros(len(spans), dtype=np.int64))
+    starts, stops, _ = supervised_runs(spans, np.zeros(len(spans), dtype=np.int64))
     counts = np.maximum(stops - starts - 1, 0)
     before = np.cumsum(counts) - counts
     return np.repeat(starts - before, counts) + np.arange(counts.sum())
@@ -75,10 +105,9 @@ def draw_anchors(
     subset.
 
     Args:
-        supervised_spans: half-open, ascending, disjoint [start, stop] pairs, in tokens from the document's start.
+        supervised_spans: As in [`valid_anchors`].
         num_anchors: anchors wanted (the paper's number is 512).
-        seed: the run's seed.
-        epoch: every epoch draws anew.
+        seed, epoch: the run's seed; every epoch draws anew.
         document: the document's index in the data set.
 
     Returns:
@@ -112,46 +141,11 @@ def shorten_draws(draws: np.ndarray, cap: int) -> np.ndarray:
     return counts
 
 
-def num_valid_anchors(documents: Documents) -> np.ndarray:
-    """The number of valid anchors of each document, int64 [M].
-
-    Args:
-        documents: documents as dicts or as a `datasets.Dataset`.
-    """
-    spans, owners = document_spans(documents)
-    starts, stops = supervised_runs(spans, owners)
-    per_run, run_owners = np.maximum(stops - starts - 1, 0), owners[_opens_run(spans, owners)]
-    return np.bincount(run_owners, weights=per_run, minlength=len(documents)).astype(np.int64)
-
-
 # --- Whether documents can be learned from: their token ids, their supervised spans and the length of their answers.
-
-
-logger = logging.get_logger(__name__)
-
-
-def share_of_countable_slots(documents: Documents, block_size: int) -> float:
-    """The share of the drafted slots (1 to b-1) of all valid anchors that have a label: 1.0 for endless answers.
-
-    Args:
-        documents: documents as dicts or as a `datasets.Dataset`.
-        block_size: slots of a block, the anchor's included.
-    """
-    spans, owners = document_spans(documents)
-    starts, stops = supervised_runs(spans, owners)
-    # The anchors of a stretch of m+1 tokens have 1, 2, .., m tokens ahead of them, of which a block takes up to b-1.
-    anchors, drafted = np.maximum(stops - starts - 1, 0), block_size - 1
-    cut = np.minimum(anchors, drafted)
-    countable = cut * (cut + 1) // 2 + (anchors - cut) * drafted
-    return float(countable.sum() / max(1, drafted * anchors.sum()))
 
 
 def check_documents(documents: Documents, block_size: int) -> None:
     """Raises if no document has a valid anchor; warns if the answers are too short to fill half of the blocks.
-
-    Args:
-        documents: documents as dicts or as a `datasets.Dataset`.
-        block_size: slots of a block, the anchor's included.
 
     Raises:
         ValueError: nothing to learn from, token ids or spans that are no whole numbers, or a span outside its
@@ -174,45 +168,31 @@ def check_documents(documents: Documents, block_size: int) -> None:
 
 
 def check_types(documents: Documents) -> None:
-    """Raises for token ids, or numbers of spans, that are null, text or fractions.
-
-    Args:
-        documents: documents as dicts or as a `datasets.Dataset`.
-    """
+    """Raises for token ids, or numbers of spans, that are null, text or fractions."""
     if isinstance(documents, datasets.Dataset):
-        for name in set(DOCUMENT_COLUMNS) & set(documents.column_names):
-            _check_column(documents, name)
-        return
+        if not any(_has_null(documents, name) for name in DOCUMENT_COLUMNS):
+            return
+        documents = documents.with_format(None)
     for index, document in enumerate(documents):
-        spans = [number for span in _items(document["supervised_spans"]) for number in _items(span)]
-        for name, numbers in (("input_ids", _items(document["input_ids"])), ("supervised_spans", spans)):
+        spans = [number for span in listed(document["supervised_spans"]) for number in listed(span)]
+        for name, numbers in (("input_ids", listed(document["input_ids"])), ("supervised_spans", spans)):
             array = np.asarray(numbers)
             if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
                 _refuse_type(f"Document {index}", name, f"{array.dtype}, {array.ndim} deep")
 
 
-def _items(values: Any) -> Any:
-    """What is in a list; nothing in the null that Arrow may have in its place."""
-    return () if values is None else values
-
-
-def _check_column(documents: datasets.Dataset, name: str) -> None:
-    column = documents.data.column(name)
-    kind, depth = column.type, 0
+def _has_null(documents: datasets.Dataset, name: str) -> bool:
+    """Whether a number of a stored column is null; refuses a column of another type."""
+    column, _ = arrow_column(documents, name)
+    kind, depth, expected = column.type, 0, DOCUMENT_COLUMNS.index(name) + 1
     while pa.types.is_nested(kind) and kind.num_fields == 1:
         kind, depth = kind.field(0).type, depth + 1
-    expected = DOCUMENT_COLUMNS.index(name) + 1
     # Where no document has a span, Arrow does not know what a span is.
     if not (pa.types.is_integer(kind) and depth == expected) and not (pa.types.is_null(kind) and depth <= expected):
         _refuse_type("The data set", name, column.type)
-    flat = column
     for _ in range(depth):
-        flat = pc.list_flatten(flat)
-    if flat.null_count:
-        for index, values in enumerate(documents.with_format(None)[name]):
-            numbers = values if expected == 1 else [number for span in _items(values) for number in _items(span)]
-            if None in _items(numbers):
-                _refuse_type(f"Document {index}", name, "null")
+        column = pc.list_flatten(column)
+    return column.null_count > 0
 
 
 def _refuse_type(whose: str, name: str, kind: Any) -> None:
@@ -239,36 +219,25 @@ def check_spans(spans: np.ndarray, owners: np.ndarray, lengths: np.ndarray) -> N
 def check_token_ids(documents: Documents, embedding_rows: int, mask_token_id: int) -> None:
     """Refuse ids that the target's embedding does not have, and the mask token.
 
-    Args:
-        documents: Documents with `input_ids`.
-        embedding_rows: Rows of the target's embedding.
-        mask_token_id: The drafter's mask token.
-
     Raises:
         ValueError: Naming the first document with such an id.
     """
     first = 0
     for tokens, lengths in _token_batches(documents):
-        outside = np.flatnonzero((tokens < 0) | (tokens >= embedding_rows))
-        if len(outside):
+        faults = np.flatnonzero((tokens < 0) | (tokens >= embedding_rows) | (tokens == mask_token_id))
+        if len(faults):
+            document = first + int(np.searchsorted(np.cumsum(lengths), faults[0], side="right"))
+            if tokens[faults[0]] == mask_token_id:
+                raise ValueError(
+                    f"mask_token_id={mask_token_id} occurs in the input_ids of document {document}: there the drafter "
+                    "would take a known token for a slot to be drafted. Leave such documents out; for a new drafter, "
+                    "choose a token that texts do not use."
+                )
             raise ValueError(
-                f"Document {first + _owner(outside[0], lengths)} holds the token id {tokens[outside[0]]}, which is "
-                f"outside the target's embedding of {embedding_rows} rows: the data was made with another tokenizer. "
-                "Tokenise it with the target's."
-            )
-        masks = np.flatnonzero(tokens == mask_token_id)
-        if len(masks):
-            raise ValueError(
-                f"mask_token_id={mask_token_id} occurs in the input_ids of document "
-                f"{first + _owner(masks[0], lengths)}: there the drafter would take a known token for a slot to be "
-                "drafted. Leave such documents out; for a new drafter, choose a token that texts do not use."
+                f"Document {document} holds the token id {tokens[faults[0]]}, which is outside the target's embedding "
+                f"of {embedding_rows} rows: the data was made with another tokenizer. Tokenise it with the target's."
             )
         first += len(lengths)
-
-
-def _owner(place: int, lengths: np.ndarray) -> int:
-    """The document of a batch that a place in its joined token ids lies in."""
-    return int(np.searchsorted(np.cumsum(lengths), place, side="right"))
 
 
 def _token_batches(documents: Documents) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -284,9 +253,6 @@ def _token_batches(documents: Documents) -> Iterator[tuple[np.ndarray, np.ndarra
 
 
 # --- Rows to tensors: their anchors, and which tokens the blocks learn.
-
-
-IGNORE_INDEX = -100
 
 
 @dataclass
@@ -380,8 +346,7 @@ class DataCollatorForDFlash:
         ]
         input_ids, anchor_positions = np.concatenate(token_ids), np.concatenate(anchors)
         owners = np.repeat(np.arange(len(spans)), [len(local) for local in spans])
-        row_spans = np.concatenate(spans) + offsets[owners, None]
-        starts, stops = supervised_runs(row_spans, owners)
+        starts, stops, _ = supervised_runs(np.concatenate(spans) + offsets[owners, None], owners)
         return {
             "input_ids": input_ids,
             "position_ids": np.arange(len(input_ids)) - np.repeat(offsets, lengths),

@@ -27,7 +27,12 @@ def seeded_permutation(size: int, seed: int | Sequence[int]) -> np.ndarray:
     return np.argsort(np.random.PCG64(seed).random_raw(size), kind="stable")
 
 
-def _arrow_column(documents: datasets.Dataset, name: str) -> tuple[pa.ChunkedArray, np.ndarray | None]:
+def listed(values: Any) -> Any:
+    """What is in a list; nothing in the null that Arrow may have in its place."""
+    return () if values is None else values
+
+
+def arrow_column(documents: datasets.Dataset, name: str) -> tuple[pa.ChunkedArray, np.ndarray | None]:
     """A stored column, memory-mapped where the data set is, and the stored row of each document (None: the same)."""
     if name not in documents.column_names:
         raise ValueError(
@@ -41,33 +46,18 @@ def _arrow_column(documents: datasets.Dataset, name: str) -> tuple[pa.ChunkedArr
 
 
 def document_lengths(documents: Documents) -> np.ndarray:
-    """The number of tokens of each document, without reading the tokens of a `datasets.Dataset`.
-
-    Args:
-        documents: documents as dicts or as a `datasets.Dataset`.
-
-    Returns:
-        int64 array [M].
-    """
+    """The number of tokens of each document, int64 [M], without reading the tokens of a `datasets.Dataset`."""
     if not isinstance(documents, datasets.Dataset):
-        ids = [document["input_ids"] for document in documents]
-        return np.array([0 if tokens is None else len(tokens) for tokens in ids], dtype=np.int64)
-    column, order = _arrow_column(documents, "input_ids")
+        return np.array([len(listed(document["input_ids"])) for document in documents], dtype=np.int64)
+    column, order = arrow_column(documents, "input_ids")
     lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
     return lengths if order is None else lengths[order]
 
 
 def document_spans(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
-    """The supervised spans of all documents in one table.
-
-    Args:
-        documents: documents as dicts or as a `datasets.Dataset`.
-
-    Returns:
-        The spans, int64 [S, 2], and the index of the document that each belongs to, int64 [S].
-    """
+    """The supervised spans of all documents, int64 [S, 2], and the index of each span's document, int64 [S]."""
     if isinstance(documents, datasets.Dataset):
-        column, order = _arrow_column(documents, "supervised_spans")
+        column, order = arrow_column(documents, "supervised_spans")
         column = column if order is None else column.take(pa.array(order))
         counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
         # Where no document has a span, Arrow does not know what a span is.
@@ -76,13 +66,10 @@ def document_spans(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
         sizes = pc.fill_null(pc.list_value_length(spans), 0).to_numpy()
         numbers = pc.list_flatten(spans).to_numpy()
     else:
-        per_document = [document["supervised_spans"] for document in documents]
-        per_document = [() if spans is None else spans for spans in per_document]
+        per_document = [listed(document["supervised_spans"]) for document in documents]
+        pairs = [listed(span) for spans in per_document for span in spans]
         counts = np.array([len(spans) for spans in per_document], dtype=np.int64)
-        sizes = np.array(
-            [0 if span is None else len(span) for spans in per_document for span in spans], dtype=np.int64
-        )
-        pairs = (span for spans in per_document for span in spans if span is not None)
+        sizes = np.array([len(pair) for pair in pairs], dtype=np.int64)
         numbers = np.array([number for pair in pairs for number in pair], dtype=np.int64)
     owners = np.repeat(np.arange(len(counts)), counts)
     if (sizes != 2).any():
@@ -91,15 +78,6 @@ def document_spans(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
             "Give half-open pairs, for example [[12, 40]]."
         )
     return numbers.astype(np.int64).reshape(-1, 2), owners
-
-
-def document_sources(documents: Documents) -> list[str] | None:
-    """What each document's `source` says it comes from, "other" where it says nothing; None where no document does."""
-    if isinstance(documents, datasets.Dataset):
-        sources = list(documents["source"]) if "source" in documents.column_names else []
-    else:
-        sources = [document.get("source") for document in documents]
-    return [str(source or "other") for source in sources] if any(sources) else None
 
 
 def with_sources(documents: datasets.Dataset, chats: Sequence[dict[str, Any]] | datasets.Dataset) -> datasets.Dataset:
@@ -113,9 +91,10 @@ def with_sources(documents: datasets.Dataset, chats: Sequence[dict[str, Any]] | 
 def _check_lengths(lengths: np.ndarray, row_length: int) -> None:
     if row_length < 1:
         raise ValueError(f"`row_length` is {row_length}, expected a positive number of tokens.")
-    for document in np.flatnonzero((lengths > row_length) | (lengths < 1))[:1]:
-        if lengths[document] < 1:
-            raise ValueError(f"Document {document} has no tokens: drop empty documents before packing.")
+    if (lengths < 1).any():
+        raise ValueError(f"Document {lengths.argmin()} has no tokens: drop empty documents before packing.")
+    if (lengths > row_length).any():
+        document = (lengths > row_length).argmax()
         raise ValueError(
             f"Document {document} has {lengths[document]} tokens, expected at most row_length={row_length}: a "
             "document is never split over rows. Raise `row_length`, or tokenise with max_length no larger than it."
@@ -164,14 +143,12 @@ def pack_documents(lengths: Sequence[int] | np.ndarray, row_length: int) -> list
 class PackedDataset(torch.utils.data.Dataset):
     """Rows of whole documents, as the data collator takes them.
 
-    Which documents share a row depends on the documents' lengths, `seed` and the epoch alone: documents of one length
-    change places from epoch to epoch, so the number of rows stays the same. An item is `{"epoch": int, "documents":
-    [{"document": int, "input_ids": [...], "supervised_spans": [...]}, ...]}`, where `document` is the index in
-    `documents`.
+    Which documents share a row depends on their lengths, `seed` and the epoch alone: documents of one length change
+    places from epoch to epoch, so the number of rows stays the same. An item is `{"epoch": int, "documents":
+    [{"document": int, "input_ids": [...], "supervised_spans": [...]}, ...]}`; `document` is the index in `documents`.
 
     Args:
-        documents: documents as dicts or as a `datasets.Dataset` (which stays on disk). A `source` of each is kept for
-            reports.
+        documents: dicts, or a `datasets.Dataset`, which stays on disk. A `source` of each is kept for reports.
         row_length: tokens that a row holds.
         seed: with the epoch, decides which of several documents of one length goes into which row.
 
@@ -206,25 +183,24 @@ class PackedDataset(torch.utils.data.Dataset):
     @property
     def sources(self) -> list[str] | None:
         """What each document's `source` says it comes from, "other" where it says nothing; None where none does."""
-        return document_sources(self._with_sources)
+        documents = self._with_sources
+        if isinstance(documents, datasets.Dataset):
+            sources = list(documents["source"]) if "source" in documents.column_names else []
+        else:
+            sources = [document.get("source") for document in documents]
+        return [str(source or "other") for source in sources] if any(sources) else None
 
     def __getitem__(self, index: int | tuple[int, int]) -> dict[str, Any]:
         epoch, row = index if isinstance(index, tuple) else (0, index)
         if not 0 <= row < len(self):
             raise IndexError(f"Row {row} does not exist: there are {len(self)} rows, from 0 to {len(self) - 1}.")
         members = self._members_of(epoch)[self._row_starts[row] : self._row_starts[row + 1]].tolist()
-        documents = [(member, self.documents[member]) for member in members]
-        return {
-            "epoch": epoch,
-            "documents": [{"document": i} | {name: item[name] for name in DOCUMENT_COLUMNS} for i, item in documents],
-        }
+        items = [(member, self.documents[member]) for member in members]
+        documents = [{"document": i} | {name: item[name] for name in DOCUMENT_COLUMNS} for i, item in items]
+        return {"epoch": epoch, "documents": documents}
 
     def largest_row_sum(self, values: np.ndarray) -> int:
-        """A bound, in every epoch, on the sum of a value of the documents that share a row.
-
-        Args:
-            values: one non-negative number per document [M].
-        """
+        """A bound, in every epoch, on the sum of `values` (one per document, [M], >= 0) of a row's documents."""
         # Documents of one length change places, so each place counts as the largest value of its length.
         largest = np.zeros(self.row_length + 1, dtype=np.int64)
         np.maximum.at(largest, self._lengths, values)
@@ -253,9 +229,7 @@ class RowSampler(torch.utils.data.Sampler[tuple[int, int]]):
     """
 
     def __init__(self, num_rows: int, seed: int = 0):
-        self.num_rows = num_rows
-        self.seed = seed
-        self.epoch = 0
+        self.num_rows, self.seed, self.epoch = num_rows, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch

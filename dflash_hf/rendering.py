@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a chat to documents by the target's own chat template: token ids with supervised spans."""
+"""From a chat to documents by the target's own chat template: token ids with supervised spans.
+
+chat -> turns     one per answer: the prompt as at inference, and what the target then generated
+     -> drafts    one per turn, or turns merged where a prompt goes on from the turn before
+     -> documents input_ids int32 [T], supervised_spans: half-open [start, stop) ranges that the target generated
+"""
 
 import re
 from collections import Counter
@@ -16,63 +21,10 @@ from transformers import PreTrainedTokenizerBase
 from .chats import REASONING_KEYS, Chat, RowError, nesting_limited
 
 
-# --- What belongs to one answer: its text, its thinking, and whether a template rendered all of it.
-
-
-def last_own_text(message: dict) -> str:
-    texts = [message.get(key) for key in ("content", *REASONING_KEYS)]
-    return next((text.lstrip() for text in texts if isinstance(text, str) and text.strip()), "")
-
-
-def has_thinking(message: dict) -> bool:
-    return any(message.get(key) for key in REASONING_KEYS) or "</think>" in message["content"]
-
-
-def with_thinking_apart(message: dict, prompt: str, is_truncated: bool) -> dict | None:
-    """The message with the thinking that its content holds as `reasoning_content`, or None where it holds none."""
-    content = message["content"]
-    if any(message.get(key) for key in REASONING_KEYS):
-        return None
-    if "</think>" in content:
-        thinking, _, content = content.partition("</think>")
-    # A cut-off answer without the closing tag is thinking, if it or the prompt opened a block.
-    elif is_truncated and (content.lstrip().startswith("<think>") or prompt.rstrip().endswith("<think>")):
-        thinking, content = content, ""
-    else:
-        return None
-    thinking = thinking.rpartition("<think>")[2].strip("\n")
-    return {**message, "content": content.lstrip("\n"), "reasoning_content": thinking}
-
-
-def check_complete(message: dict, rendered: str) -> None:
-    """Refuses an answer of which the template leaves out the thinking, the content or a tool call."""
-    content = message["content"]
-    thinking = next((message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)), "")
-    if "</think>" in content:
-        inline, _, content = content.rpartition("</think>")
-        thinking = thinking or inline.rpartition("<think>")[2]
-    parts = [("thinking", thinking.strip()), ("content", content.strip())]
-    calls = [call.get("function", call) for call in message.get("tool_calls", ())]
-    names = Counter(str(call.get("name", "")) for call in calls if isinstance(call, dict))
-    parts += [("tool call", name) for name, count in names.items() if rendered.count(name) < count]
-    for name, text in parts:
-        if name == "tool call" or text not in rendered:
-            raise RowError(
-                f"{name} lost",
-                f"the template leaves out the answer's {name}, {text[:60]!r}, so what the target generated cannot be "
-                "rebuilt: give `completion_token_ids`, or the template that the target was served with.",
-            )
-
-
-def template_text(answer: str, message: dict) -> str:
-    """Text other than blanks that stands before the content of a message that consists of content alone."""
-    content = last_own_text(message).rstrip()
-    if message.keys() - {"role", "content", "name"} or content not in answer:
-        return ""
-    return answer.partition(content)[0].strip() if content else ""
-
-
-# --- From the turns of a conversation to documents: what is encoded by itself, what is one document, where it is cut.
+# Stands for the end of a turn that an answer only speaks of; no text holds this character, which is reserved.
+HIDDEN = "\ufdd0"
+# Characters of a conversation: more than any target reads, and what a tokenizer takes gigabytes for.
+LARGEST_TEXT = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -81,7 +33,7 @@ class Piece:
 
     content: str | list[int]
     is_supervised: bool
-    # False for what begins a document, and for text that stands where special tokens are only spoken of.
+    # False for what begins a document.
     is_apart: bool = True
 
 
@@ -113,10 +65,6 @@ class Document:
     supervised_spans: list[list[int]]
     is_truncated: bool = False
 
-    @property
-    def num_supervised(self) -> int:
-        return sum(stop - start for start, stop in self.supervised_spans)
-
 
 def drafts_of(turns: Sequence[Turn], merge: bool) -> list[Draft]:
     """One draft per turn, or, with `merge`, one for each run of turns whose prompts go on from the turn before."""
@@ -125,8 +73,7 @@ def drafts_of(turns: Sequence[Turn], merge: bool) -> list[Draft]:
     so_far: str | None = None
     for turn in turns:
         if merge and so_far is not None and turn.prompt.startswith(so_far):
-            between = turn.prompt[len(so_far) :]
-            pieces = [*drafts.pop().pieces, Piece(between, False), *turn.pieces]
+            pieces = [*drafts.pop().pieces, Piece(turn.prompt[len(so_far) :], False), *turn.pieces]
         else:
             pieces = [Piece(turn.prompt, False, is_apart=False), *turn.pieces]
         drafts.append(Draft(pieces, turn.is_truncated))
@@ -134,10 +81,10 @@ def drafts_of(turns: Sequence[Turn], merge: bool) -> list[Draft]:
     return drafts
 
 
-def cut(document: Document, max_length: int | None) -> Document | None:
+def cut(document: Document, max_length: int) -> Document | None:
     """The first `max_length` tokens with what is supervised of them, or None where that is nothing."""
-    if max_length is None or len(document.input_ids) <= max_length:
-        return document if document.supervised_spans else None
+    if len(document.input_ids) <= max_length:
+        return document
     spans = [[start, min(stop, max_length)] for start, stop in document.supervised_spans if start < max_length]
     return Document(document.input_ids[:max_length], spans, True) if spans else None
 
@@ -154,13 +101,63 @@ def windows(document: Document, length: int) -> list[Document]:
     return documents
 
 
-# --- Chats become documents by the target's own chat template: prompts as at inference, and what the target generated.
+# --- What belongs to one answer: its text, its thinking, and whether a template rendered all of it.
 
 
-# Stands for the end of a turn that an answer only speaks of; no text holds this character, which is reserved.
-HIDDEN = "\ufdd0"
-# Characters of a conversation: more than any target reads, and what a tokenizer takes gigabytes for.
-LARGEST_TEXT = 10_000_000
+def own_thinking(message: dict) -> str:
+    """The thinking that a message holds apart from its content."""
+    return next((message[key] for key in REASONING_KEYS if message.get(key)), "")
+
+
+def last_own_text(message: dict) -> str:
+    """The text that a template writes last of a message: its content, or the thinking of one without content."""
+    texts = [message.get(key) for key in ("content", *REASONING_KEYS)]
+    return next((text.lstrip() for text in texts if text and text.strip()), "")
+
+
+def with_thinking_apart(message: dict, prompt: str, is_truncated: bool) -> dict | None:
+    """The message with the thinking that its content holds as `reasoning_content`, or None where it holds none."""
+    content = message["content"]
+    if own_thinking(message):
+        return None
+    if "</think>" in content:
+        thinking, _, content = content.partition("</think>")
+    # A cut-off answer without the closing tag is thinking, if it or the prompt opened a block.
+    elif is_truncated and (content.lstrip().startswith("<think>") or prompt.rstrip().endswith("<think>")):
+        thinking, content = content, ""
+    else:
+        return None
+    thinking = thinking.rpartition("<think>")[2].strip("\n")
+    return {**message, "content": content.lstrip("\n"), "reasoning_content": thinking}
+
+
+def check_complete(message: dict, rendered: str) -> None:
+    """Refuses an answer of which the template leaves out the thinking, the content or a tool call."""
+    content, thinking = message["content"], own_thinking(message)
+    if "</think>" in content:
+        inline, _, content = content.rpartition("</think>")
+        thinking = thinking or inline.rpartition("<think>")[2]
+    lost = [(name, text.strip()) for name, text in (("thinking", thinking), ("content", content))]
+    lost = [(name, text) for name, text in lost if text not in rendered]
+    names = Counter(str(call.get("function", call).get("name", "")) for call in message.get("tool_calls", ()))
+    lost += [("tool call", name) for name, count in names.items() if rendered.count(name) < count]
+    for name, text in lost:
+        raise RowError(
+            f"{name} lost",
+            f"the template leaves out the answer's {name}, {text[:60]!r}, so what the target generated cannot be "
+            "rebuilt: give `completion_token_ids`, or the template that the target was served with.",
+        )
+
+
+def template_text(answer: str, message: dict) -> str:
+    """Text other than blanks that stands before the content of a message that consists of content alone."""
+    content = last_own_text(message).rstrip()
+    if not content or message.keys() - {"role", "content", "name"} or content not in answer:
+        return ""
+    return answer.partition(content)[0].strip()
+
+
+# --- The target's chat template and tokenizer: prompts as at inference, and what the target generated.
 
 
 @dataclass(frozen=True)
@@ -176,7 +173,7 @@ class ChatFormat:
     def of(
         cls,
         tokenizer: PreTrainedTokenizerBase,
-        eos_token_ids: int | Iterable[int] | None = None,
+        eos_token_ids: Iterable[int] = (),
         infer_thinking: bool = False,
         **template_kwargs: Any,
     ) -> "ChatFormat":
@@ -189,8 +186,7 @@ class ChatFormat:
                 "The tokenizer has no chat template, so the target's prompts cannot be rebuilt: use the tokenizer of "
                 "an instruction-tuned target, or set tokenizer.chat_template."
             )
-        extra = [eos_token_ids] if isinstance(eos_token_ids, int) else list(eos_token_ids or [])
-        end_ids = frozenset(i for i in (tokenizer.eos_token_id, *extra) if i is not None)
+        end_ids = frozenset(i for i in (tokenizer.eos_token_id, *eos_token_ids) if i is not None)
         if not end_ids:
             raise ValueError("The tokenizer has no eos token, so no turn has an end: pass eos_token_ids.")
         given = {key: value for key, value in template_kwargs.items() if value is not None}
@@ -204,17 +200,8 @@ class ChatFormat:
 
     @cached_property
     def _end_pattern(self) -> re.Pattern:
-        return re.compile(
-            "|".join(re.escape(text) for text in sorted(self.end_texts, key=len, reverse=True)) or "(?!)"
-        )
-
-    @cached_property
-    def _plain_ends(self) -> list[list[int]]:
-        """Ids of the texts that end a turn where a model spells them out instead of ending its turn."""
-        return [
-            self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-            for text in self.end_texts
-        ]
+        longest_first = sorted(self.end_texts, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def turns(self, chat: Chat, last_only: bool = False) -> list[Turn]:
         """The answers of a chat, or the last alone.
@@ -223,14 +210,14 @@ class ChatFormat:
             RowError: What the template makes of the chat cannot be used.
         """
         answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
-        wanted = answers[-1:] if last_only else answers
         with nesting_limited():
-            return [self._turn(chat, i, is_last=i == answers[-1]) for i in wanted]
+            return [self._turn(chat, i, i == answers[-1]) for i in (answers[-1:] if last_only else answers)]
 
     def _turn(self, chat: Chat, index: int, is_last: bool) -> Turn:
         message = chat.messages[index]
         if self.infer_thinking:
-            chat = replace(chat, template_kwargs={"enable_thinking": has_thinking(message), **chat.template_kwargs})
+            thinks = bool(own_thinking(message)) or "</think>" in message["content"]
+            chat = replace(chat, template_kwargs={"enable_thinking": thinks, **chat.template_kwargs})
         prompt = self._render(chat, chat.messages[:index], add_generation_prompt=True)
         is_stopped = chat.stop_text is not None and chat.stop_text not in self.end_texts
         is_truncated = is_last and (chat.is_truncated or is_stopped)
@@ -255,21 +242,14 @@ class ChatFormat:
         check_complete(message, rendered)
         answer = self._generated(rendered, message, is_truncated)
         pieces = self._spelled_out(answer) if is_hidden else [Piece(answer, True)] if answer else []
-        return Turn(
-            prompt,
-            pieces,
-            None if is_hidden or is_truncated else answer,
-            is_truncated,
-            template_text(answer, message),
-        )
+        tells_ids = not is_hidden and not is_truncated
+        return Turn(prompt, pieces, answer if tells_ids else None, is_truncated, template_text(answer, message))
 
     def _render(self, chat: Chat, messages: list[dict], add_generation_prompt: bool) -> str:
         kwargs = {**self.template_kwargs, **chat.template_kwargs, "add_generation_prompt": add_generation_prompt}
+        tools = cast(Any, chat.tools)
         try:
-            text = cast(
-                str,
-                self.tokenizer.apply_chat_template(messages, tools=cast(Any, chat.tools), tokenize=False, **kwargs),
-            )
+            text = cast(str, self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **kwargs))
         # A template fails with Jinja's errors or with those of the Python operations in it.
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise RowError(
@@ -348,9 +328,16 @@ class ChatFormat:
         return [self._hidden(item) for item in value] if isinstance(value, list) else value
 
     def _spelled_out(self, answer: str) -> list[Piece]:
-        parts = re.split(f"{HIDDEN}(\\d+){HIDDEN}", answer)
-        pieces = [Piece(self._plain_ends[int(part)] if k % 2 else part, True) for k, part in enumerate(parts)]
-        return [piece for piece in pieces if piece.content]
+        """The answer with each hidden end of a turn as the ordinary tokens that spell it."""
+        pieces = []
+        for k, part in enumerate(re.split(f"{HIDDEN}(\\d+){HIDDEN}", answer)):
+            if k % 2:
+                text = self.end_texts[int(part)]
+                spelled = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+                pieces.append(Piece(cast(list[int], spelled), True))
+            elif part:
+                pieces.append(Piece(part, True))
+        return pieces
 
     def encode(self, drafts: Sequence[Draft]) -> list[Document]:
         """Documents of drafts, their texts encoded in one batch."""
@@ -364,11 +351,9 @@ class ChatFormat:
             spans: list[list[int]] = []
             length = 0
             for piece in draft.pieces:
-                if isinstance(piece.content, str):
-                    ids = np.array(next(encoded), dtype=np.int32)
-                    ids = ids[len(lead) :] if lead and piece.is_apart else ids
-                else:
-                    ids = np.array(piece.content, dtype=np.int32)
+                ids = np.array(next(encoded) if isinstance(piece.content, str) else piece.content, dtype=np.int32)
+                if lead and piece.is_apart and isinstance(piece.content, str):
+                    ids = ids[len(lead) :]
                 if piece.is_supervised and len(ids):
                     if spans and spans[-1][1] == length:
                         spans[-1][1] += len(ids)

@@ -31,7 +31,7 @@ from dflash_hf.rendering import Document
 from dflash_hf.serving import CompletionServer
 from dflash_hf.tokenizing import (
     FileCounts,
-    FileTokenizer,
+    RowTokenizer,
     TokenizeOptions,
     load_documents,
     open_documents,
@@ -140,13 +140,14 @@ class TestRows:
 
     def test_no_row_of_json_ends_a_run(self):
         generator = random.Random(0)
-        tokenizer = FileTokenizer(byte_tokenizer(TEMPLATE), TokenizeOptions(eval_fraction=0.5))
+        options = TokenizeOptions(eval_fraction=0.5)
+        tokenizer = RowTokenizer(options.chat_format(byte_tokenizer(TEMPLATE)), options, FileCounts())
         outcomes: Counter[str] = Counter()
         for _ in range(1500):
             row = random_row(generator)
             try:
-                entries = tokenizer._entries(row, 0, "place", "stem", FileCounts())
-                assert all(isinstance(d, Document) for d in tokenizer.format.encode([e.draft for e in entries]))
+                drafts = tokenizer.drafts(row, 0, "place")
+                assert all(isinstance(d, Document) for d in tokenizer.format.encode([draft for draft, _ in drafts]))
                 outcomes["ok"] += 1
             except RowError as error:
                 outcomes[error.reason] += 1

@@ -18,8 +18,8 @@ from killing import run_and_kill
 from tiny import CHATML_TEMPLATE, byte_tokenizer
 
 from dflash_hf.tokenizing import (
+    DocumentFolder,
     OutputError,
-    ShardWriter,
     TokenizeOptions,
     format_summary,
     marked_examples,
@@ -277,19 +277,19 @@ class TestBadInput:
     @pytest.mark.parametrize("num_proc", [1, 2])
     def test_a_full_disk_ends_the_run_and_what_is_finished_stays(self, tmp_path, monkeypatch, num_proc):
         source(tmp_path, **{f"{name}__jsonl": lines([chat("a", name)]) for name in "abcd"})
-        publish = ShardWriter.publish
+        publish = DocumentFolder.publish
 
         def full(self, temporary, path):
             if path.endswith("c.jsonl.parquet"):
                 raise OSError(28, "No space left on device")
             publish(self, temporary, path)
 
-        monkeypatch.setattr(ShardWriter, "publish", full)
+        monkeypatch.setattr(DocumentFolder, "publish", full)
         with pytest.raises(OutputError, match=r"No space left on device.*the same command again"):
             tokenize(tmp_path, num_proc=num_proc)
         assert "train/a.jsonl.parquet" in tree(tmp_path / "out")
         assert not [name for name in tree(tmp_path / "out") if name.endswith(".tmp") or "manifest" in name]
-        monkeypatch.setattr(ShardWriter, "publish", publish)
+        monkeypatch.setattr(DocumentFolder, "publish", publish)
         assert tokenize(tmp_path, num_proc=num_proc)["documents"] == {"train": 4}
 
 
@@ -310,7 +310,7 @@ class TestResume:
     def test_a_file_is_finished_only_when_all_its_shards_are_there(self, tmp_path, monkeypatch):
         source(tmp_path, a__jsonl=lines(chat(f"q{i}", "b") for i in range(20)))
         options = TokenizeOptions(eval_fraction=0.5)
-        publish, published = ShardWriter.publish, []
+        publish, published = DocumentFolder.publish, []
 
         def full(self, temporary, path):
             if len(published) == 2:
@@ -318,11 +318,11 @@ class TestResume:
             published.append(path)
             publish(self, temporary, path)
 
-        monkeypatch.setattr(ShardWriter, "publish", full)
+        monkeypatch.setattr(DocumentFolder, "publish", full)
         with pytest.raises(OutputError):
             tokenize(tmp_path, options)
         assert set(tree(tmp_path / "out")) == {"settings.json", "eval/a.jsonl.parquet"}
-        monkeypatch.setattr(ShardWriter, "publish", publish)
+        monkeypatch.setattr(DocumentFolder, "publish", publish)
         assert sum(tokenize(tmp_path, options)["documents"].values()) == 20
 
     def test_an_output_within_its_own_input_is_refused(self, tmp_path):
