@@ -2,7 +2,8 @@
 """Train DFlash drafters with Hugging Face transformers.
 
 Importing the package makes `AutoConfig` and `AutoModel` read drafters, without remote code; set the environment
-variable `DFLASH_HF_AUTO_CLASSES=0` to leave them as they are.
+variable `DFLASH_HF_AUTO_CLASSES=0` to leave them as they are. It also keeps transformers' sdpa attention from a fault
+of torch on CUDA ([`masking.whole_heads_attention`]).
 
 Files, in the order in which data flows:
 

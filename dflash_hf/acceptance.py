@@ -1007,3 +1007,15 @@ def _decode_prompt(
     output_ids = output.sequences[0, input_ids.shape[1] :].tolist()
     seconds = time.perf_counter() - start
     return PromptAcceptance(input_ids[0].tolist(), output_ids, output.committed, output.accepted, seconds=seconds)
+
+
+__all__ = [
+    "AcceptanceReport",
+    "DecodingSettings",
+    "PlainAnswer",
+    "PromptAcceptance",
+    "bootstrap_difference",
+    "measure_acceptance",
+    "plain_answers",
+    "walked_acceptance_length",
+]

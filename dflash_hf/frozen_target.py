@@ -495,7 +495,8 @@ class VariedLengths:
     On Hopper GPUs recent versions of torch prefer cuDNN's attention, which plans anew for each shape it has not seen:
     some 40 ms on the host, in every round of decoding, and for every new length of a document. Flash attention and the
     memory-efficient kernel need no plan. The choice is one of the whole process, so that threads which work at the
-    same time share it: the first one switches cuDNN off, the last one gives back what was there.
+    same time share it: the first one switches cuDNN off, the last one gives back what was there. Whoever runs
+    attention beside them holds it too, as a trainer does all along: otherwise its kernels would change with theirs.
     """
 
     def __init__(self) -> None:

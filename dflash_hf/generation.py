@@ -751,3 +751,6 @@ def evaluation_mode(*models: nn.Module) -> Iterator[None]:
     finally:
         for model in training:
             model.train()
+
+
+__all__ = ["SpeculativeOutput", "speculative_decoding", "speculative_generate"]

@@ -43,8 +43,18 @@ from .checkpoint_format import (
     tensor_problems,
 )
 from .configuration_dflash import DFlashDraftConfig
-from .masking import ChunkedMask, Mask, chunked_attention_forward, decoding_masks, flex_kernel_options
+from .masking import (
+    ChunkedMask,
+    Mask,
+    chunked_attention_forward,
+    decoding_masks,
+    flex_kernel_options,
+    register_sdpa_attention,
+)
 
+
+# Here, so that it holds where this file is loaded as remote code too.
+register_sdpa_attention()
 
 _DOWNLOAD_ARGUMENTS = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "force_download")
 # Path components that wrappers put into the names of a state dict: DDP, torch.compile, FSDP, activation checkpointing.

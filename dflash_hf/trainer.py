@@ -30,7 +30,7 @@ from .callbacks import (
 from .checkpointing import decided_by_main, rotate, write_checkpoint, writes_alone
 from .configuration_dflash import DFlashDraftConfig
 from .data_collator import IGNORE_INDEX, DataCollatorForDFlash, check_documents, check_token_ids, num_valid_anchors
-from .frozen_target import FrozenHead, FrozenTarget, StartupCallback, read_eos_token_ids
+from .frozen_target import FrozenHead, FrozenTarget, StartupCallback, read_eos_token_ids, varied_lengths
 from .losses import BlockSums, Objective, add_context_noise, compares_distributions, drafter_loss, objective_of
 from .modeling_dflash import DFlashDraftModel
 from .operations import batch_operations, drafter_weights
@@ -867,7 +867,9 @@ class DFlashTrainer(Trainer):
         self._guard.evaluated.clear()
         self.prefetcher.wait_until_idle()
         trained = self.model_wrapped is not self.model or self.is_in_train
-        output = super().evaluation_loop(dataloader, description, metric_key_prefix=metric_key_prefix, **kwargs)
+        # As in training, whoever evaluates.
+        with varied_lengths():
+            output = super().evaluation_loop(dataloader, description, metric_key_prefix=metric_key_prefix, **kwargs)
         metrics = self._evaluated.metrics(self._reduce)
         self._guard.report_evaluation(metrics["loss"])
         metrics = {f"{metric_key_prefix}_{k}": v for k, v in metrics.items()}
@@ -896,7 +898,8 @@ class DFlashTrainer(Trainer):
             ValueError: The loss cannot fall, or the checkpoint cannot be resumed.
         """
         folder = self._due_evaluation.folder = begin(self, resume_from_checkpoint)
-        with ended_in_order(self):
+        # The switch is the whole process's. Were it the target's alone, its thread would change the drafter's kernels.
+        with varied_lengths(), ended_in_order(self):
             return super().train(None if folder is None else str(folder), *args, **kwargs)
 
     def _save_checkpoint(self, model, trial):

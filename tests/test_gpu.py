@@ -45,7 +45,7 @@ def documents(count: int = 8) -> list[dict]:
 
 
 @pytest.mark.parametrize("layers", ["mixed", "causal"])
-def test_flex_attention_equals_sdpa_in_values_and_gradients(layers):
+def test_flex_attention_and_sdpa_equal_eager_attention_in_values_and_gradients(layers):
     torch.manual_seed(1)
     document_ids = torch.tensor([[0] * 150 + [1] * 90 + [-1] * 16]).cuda()
     positions = torch.cat([torch.arange(150), torch.arange(90), torch.zeros(16, dtype=torch.long)])[None].cuda()
@@ -53,14 +53,15 @@ def test_flex_attention_equals_sdpa_in_values_and_gradients(layers):
     context = torch.randn(1, 256, 2 * tiny.HIDDEN_SIZE).cuda()
     noise = torch.randn(1, 8 * 16, tiny.HIDDEN_SIZE).cuda()
     results = []
-    for implementation in ("sdpa", "flex_attention"):
+    for implementation in ("eager", "sdpa", "flex_attention"):
         drafter = make_drafter(implementation, **LAYERS[layers])
         masks = training_masks(drafter.config, anchors, document_ids)
         output = drafter(noise, context, masks, block_position_ids(positions, anchors, 16)).last_hidden_state
         output.pow(3).sum().backward()
         results.append([output.detach(), *(p.grad for p in drafter.parameters())])
-    for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3 * expected.abs().max().item())
+    for expected, *others in zip(*results, strict=True):
+        for found in others:
+            torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3 * expected.abs().max().item())
 
 
 @pytest.mark.parametrize("objective", ["cross_entropy", "dpace"])

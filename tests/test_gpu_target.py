@@ -31,6 +31,13 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
+def eager_target(model, taps: list[int]) -> FrozenTarget:
+    """A twin that runs each document alone, by transformers' eager attention: no kernel's faults are its own."""
+    model = copy.deepcopy(model).cuda()
+    model.set_attn_implementation("eager")
+    return FrozenTarget(model, taps, packed=False, allow_slow_target=True)
+
+
 @pytest.fixture
 def reference_kernels(monkeypatch):
     """transformers' hybrid layers without flash-linear-attention: each function's own reference."""
@@ -42,8 +49,7 @@ def reference_kernels(monkeypatch):
 def test_h6_the_packed_path_equals_the_reference_of_transformers(dtype, reference_kernels):
     """Kernels against loops: the reference runs in fp32, one document at a time."""
     model = hybrid_target(**HYBRID)
-    reference = FrozenTarget(copy.deepcopy(model).cuda(), TAPS, packed=False, allow_slow_target=True)
-    expected = reference.context_hidden_states(batch(), LENGTHS)
+    expected = eager_target(model, TAPS).context_hidden_states(batch(), LENGTHS)
     packed = FrozenTarget(model.to("cuda", dtype), TAPS)
     features = packed.context_hidden_states(batch(), LENGTHS)
     assert packed._packed is not None
@@ -74,8 +80,7 @@ def test_h1_h3_a_dense_target_packs_and_equals_each_document_alone():
     target = FrozenTarget(model, TAPS)
     features = target.context_hidden_states(batch(), LENGTHS)
     assert target._packed is not None
-    expected = FrozenTarget(model, TAPS, packed=False).context_hidden_states(batch(), LENGTHS)
-    assert relative_error(features, expected) < 2e-3
+    assert relative_error(features, eager_target(model, TAPS).context_hidden_states(batch(), LENGTHS)) < 2e-3
 
 
 FLEX_TARGETS = {
@@ -97,7 +102,7 @@ def test_h1_h3_flex_attention_gives_the_features_of_each_document_alone(name, dt
     torch._dynamo.reset()
     model = FLEX_TARGETS[name]().to("cuda", dtype)
     taps = [1, 2]
-    target, alone = FrozenTarget(model, taps, compile_target=True), FrozenTarget(model, taps, packed=False)
+    target, alone = FrozenTarget(model, taps, compile_target=True), eager_target(model, taps)
     for lengths in (LENGTHS, [[*range(1, 21)], [WIDTH]], [[WIDTH], []], [[7], [90, 200]]):
         features = target.context_hidden_states(batch(), lengths)
         assert target._packed is not None
@@ -137,14 +142,17 @@ def test_a_packed_dense_target_launches_one_attention_for_all_documents():
     assert launches[False, 48] > launches[True, 48] + 24 * 7
 
 
-def test_a_compiled_target_equals_the_uncompiled_one():
-    model = hybrid_target(**HYBRID).to("cuda", torch.bfloat16)
-    compiled = FrozenTarget(model, TAPS, compile_target=True)
-    plain = FrozenTarget(model, TAPS, compile_target=False)
+def test_g3_a_compiled_target_is_as_near_to_fp32_as_the_uncompiled_one(reference_kernels):
+    """In bf16 the two round at other places, and differ from each other by as much as from what is right."""
+    model = hybrid_target(**HYBRID)
+    exact = eager_target(model, TAPS)
+    model.to("cuda", torch.bfloat16)
+    targets = [FrozenTarget(model, TAPS, compile_target=compiled) for compiled in (True, False)]
     for lengths in (LENGTHS, [[WIDTH], [300, 5]], [[40], []]):
-        features = compiled.context_hidden_states(batch(), lengths)
-        assert compiled._packed is not None
-        assert relative_error(features, plain.context_hidden_states(batch(), lengths)) < 3e-2
+        expected = exact.context_hidden_states(batch(), lengths)
+        compiled, plain = (relative_error(t.context_hidden_states(batch(), lengths), expected) for t in targets)
+        assert all(target._packed is not None for target in targets)
+        assert plain < 8e-2 and compiled < 1.3 * plain, (compiled, plain)
 
 
 @pytest.mark.parametrize("family", ["dense", "compiled", "compiled and mixed", "hybrid"])

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from runs import make_documents, make_trainer
 from tiny import MASK_TOKEN_ID, dense_target
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, FrozenTarget
@@ -65,4 +66,16 @@ def test_errors_give_it_back():
     torch.backends.cuda.enable_cudnn_sdp(True)
     with pytest.raises(RuntimeError, match="mine"), varied_lengths():
         raise RuntimeError("mine")
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_g2_a_trainer_leaves_cudnn_out_all_along(monkeypatch, tmp_path, depth):
+    """The switch is the whole process's: the target's thread must not choose the drafter's kernels now and then."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    trainer = make_trainer(tmp_path, dense_target(), prefetch_depth=depth, max_steps=3, eval_dataset=make_documents(2))
+    seen = watched(monkeypatch)
+    trainer.train()
+    trainer.evaluate()
+    assert len(seen) > 3 and not any(seen)
     assert torch.backends.cuda.cudnn_sdp_enabled()

@@ -9,6 +9,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -134,6 +136,12 @@ def capped_target(window: int = 8) -> PreTrainedModel:
     """A Gemma 2: soft caps of the scores, every other layer windowed, embeddings scaled, eager by default."""
     config = Gemma2Config(**_SMALL, sliding_window=window, attn_logit_softcapping=0.5, query_pre_attn_scalar=4)
     return _target(Gemma2ForCausalLM, config, 0, 3.0)
+
+
+def gemma3_target(window: int = 8) -> PreTrainedModel:
+    """The attention of a Gemma 3 1B: four heads of 256 to one key head, most layers windowed."""
+    fields = {**_SMALL, "num_attention_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256}
+    return _target(Gemma3ForCausalLM, Gemma3TextConfig(**fields, sliding_window=window), 0, 3.0)
 
 
 _SMALL = {
