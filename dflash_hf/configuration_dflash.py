@@ -2,24 +2,15 @@
 """The configuration of a DFlash drafter, in the vocabulary of the published checkpoints."""
 
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from huggingface_hub.errors import HFValidationError, StrictDataclassError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.utils import logging
 
-from .checkpoint_format import (
-    OWN_FIELDS,
-    field_problems,
-    lift_nested,
-    normalize_config,
-    problem_report,
-    refuse_adapter,
-)
+from .checkpoint_format import OWN_FIELDS, field_problems, normalize_config, refuse, refuse_adapter, spelling_problems
 
 
 logger = logging.get_logger(__name__)
@@ -85,9 +76,7 @@ class DFlashDraftConfig(Qwen3Config):
 
     def __new__(cls, *args, **kwargs):
         # Only here is it known whether block_size was given or is the default.
-        _, problems = lift_nested(kwargs, kwargs.get("dflash_config") or {})
-        if problems:
-            raise ValueError(problem_report("The configuration contradicts itself", problems))
+        refuse("The configuration contradicts itself", spelling_problems(kwargs))
         return super().__new__(cls)
 
     def __post_init__(self, **kwargs):
@@ -101,8 +90,7 @@ class DFlashDraftConfig(Qwen3Config):
         window = self.sliding_window
         super().__post_init__(**kwargs)
         problems = field_problems({**vars(self), "sliding_window": window})
-        if problems:
-            raise ValueError(problem_report("The drafter's configuration does not hold", problems))
+        refuse("The drafter's configuration does not hold", problems)
 
     @property
     def dflash_config(self) -> dict[str, Any]:
@@ -154,6 +142,9 @@ class DFlashDraftConfig(Qwen3Config):
                 "be equal, since the drafter uses the target's embeddings and head. Leave hidden_size out."
             )
         num_layers = overrides.get("num_hidden_layers", 5)
+        if "target_layer_ids" not in overrides:
+            taps = default_target_layer_ids(target.num_hidden_layers, num_layers if num_taps is None else num_taps)
+            overrides["target_layer_ids"] = taps
         values = {
             "hidden_size": hidden_size,
             "vocab_size": target.vocab_size,
@@ -166,13 +157,8 @@ class DFlashDraftConfig(Qwen3Config):
             "pad_token_id": target.pad_token_id,
             **_attention_shape(hidden_size),
             **_from_target_or_default(target.to_dict(), hidden_size, overrides),
-            **overrides,
         }
-        if "target_layer_ids" not in overrides:
-            values["target_layer_ids"] = default_target_layer_ids(
-                target.num_hidden_layers, num_layers if num_taps is None else num_taps
-            )
-        return cls(**values)
+        return cls(**{**values, **overrides})
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):  # type: ignore[override]
@@ -182,16 +168,9 @@ class DFlashDraftConfig(Qwen3Config):
 
         Raises:
             ValueError: With everything that is wrong with the file, one a line.
-            FileNotFoundError: There is no such folder, and no repository can have such a name.
         """
-        name = str(pretrained_model_name_or_path)
-        if not Path(name).exists():
-            try:
-                validate_repo_id(name)
-            except HFValidationError as error:
-                raise FileNotFoundError(f"{name} is neither a folder nor a repository id ({error}).") from error
-        refuse_adapter(name)
-        config_dict, kwargs = cls.get_config_dict(name, **kwargs)
+        refuse_adapter(pretrained_model_name_or_path)
+        config_dict, kwargs = cls.get_config_dict(str(pretrained_model_name_or_path), **kwargs)
         return cls.from_dict(config_dict, **kwargs)
 
     @classmethod
@@ -242,7 +221,13 @@ class DFlashDraftConfig(Qwen3Config):
         by_layer = {layer_type == "sliding_attention" for layer_type in self.layer_types or []}
         if self.is_causal is not None and by_layer != {self.is_causal}:
             output["is_causal"] = self.is_causal
-        output |= self._both_rope_spellings()
+        rope = dict(self.rope_parameters or {})
+        scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+        plain = scaling == {"rope_type": "default"} and self._disk_model_type == "qwen3"
+        # Readers before transformers 5 fill in 10,000 without a rope_theta of the top level.
+        output |= {"rope_parameters": rope, "rope_theta": rope["rope_theta"]}
+        # Null would give a foreign model type its own scaling.
+        output["rope_scaling"] = None if plain else scaling
         output["architectures"] = ["DFlashDraftModel"]
         output["dflash_config"] = self.dflash_config
         output["model_type"] = self._disk_model_type
@@ -255,18 +240,6 @@ class DFlashDraftConfig(Qwen3Config):
         output = self.to_dict()
         output.pop("_name_or_path", None)
         return output
-
-    def _both_rope_spellings(self) -> dict[str, Any]:
-        """RoPE for transformers 5 and for readers before it, which fill in 10,000 without a `rope_theta`."""
-        rope = dict(self.rope_parameters or {})
-        scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
-        plain = scaling == {"rope_type": "default"} and self._disk_model_type == "qwen3"
-        return {
-            "rope_parameters": rope,
-            "rope_theta": rope["rope_theta"],
-            # Null would give a foreign model type its own scaling.
-            "rope_scaling": None if plain else scaling,
-        }
 
 
 def _attention_shape(hidden_size: int) -> dict[str, int]:

@@ -7,6 +7,7 @@ layer i - 1. The tensors of the drafter itself have the same names.
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from .checkpoint_format import (
-    APPLIED_BY_SOME_READERS,
+    EAGLE_TAPS,
     OTHER_LAYOUTS,
+    PARTIAL_ROTATION,
+    PARTLY_READ,
     fetch_checkpoint,
-    problem_report,
     read_tensor_headers,
+    refuse,
 )
 from .configuration_dflash import DFlashDraftConfig
 from .modeling_dflash import DFlashDraftModel
@@ -51,10 +54,16 @@ _LAYER_FIELDS = (
     "sliding_window",
     "vocab_size",
     # Refused below unless neutral.
-    *APPLIED_BY_SOME_READERS,
+    *("hidden_act", EAGLE_TAPS, *PARTIAL_ROTATION, *PARTLY_READ),
 )
 # Copies of the target's tensors that only their training reads.
 _TRAINING_ONLY = ("verifier_norm.weight", "verifier_lm_head.weight")
+_OF_THE_TARGET = {
+    "embed_tokens.weight": "embeddings of the drafter's own",
+    "lm_head.weight": "a head of the drafter's own",
+    "t2d": "a map to a vocabulary of the drafter's own",
+    "d2t": "a map from a vocabulary of the drafter's own",
+}
 
 
 def convert_speculators(
@@ -83,13 +92,14 @@ def convert_speculators(
     source = fetch_checkpoint(folder, **download)
     raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
     names = [name for name in read_tensor_headers(source) if name not in _TRAINING_ONLY]
-    problems = _layout_problems(raw) or [*_field_problems(raw), *_tensor_problems(names)]
-    if problems:
-        raise ValueError(problem_report(f"{folder} cannot be converted", problems))
+    refuse(f"{folder} cannot be converted", [*_problems(raw, names)])
     if num_target_layers is None:
         num_target_layers = _target_depth(raw, str(folder))
     config = DFlashDraftConfig.from_dict(_config_dict(raw, num_target_layers))
-    tensors = _read_tensors(source, names)
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(source.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys() if name in names}  # noqa: SIM118
     tensors["fc.weight"] = _sorted_columns(tensors, raw["aux_hidden_state_layer_ids"], config.hidden_size)
     drafter = DFlashDraftModel.from_pretrained(None, config=config, state_dict=tensors)
     drafter.save_pretrained(output)
@@ -102,84 +112,63 @@ def convert_speculators(
     return drafter
 
 
-def _layout_problems(raw: dict[str, Any]) -> list[str]:
-    """Whether the file is a speculators DFlash configuration at all."""
-    kind = raw.get("speculators_model_type")
-    if kind == "dflash":
-        return []
+def _problems(raw: dict[str, Any], names: list[str]) -> Iterator[str]:
+    """What the published layout has no place for."""
+    kind, layer = raw.get("speculators_model_type"), raw.get("transformer_layer_config")
     if kind is None:
-        return [
+        yield (
             "config.json has no speculators_model_type: this is no speculators checkpoint. Load one of the published "
             "layout with DFlashDraftModel.from_pretrained."
-        ]
-    return [
-        f"speculators_model_type is {kind!r}: expected 'dflash', since other drafters compute something else. Use the "
-        "code that made the checkpoint."
-    ]
+        )
+    elif kind != "dflash":
+        yield f"speculators_model_type is {kind!r}: expected 'dflash'. Use the code that made the checkpoint."
+    elif not isinstance(layer, dict):
+        yield f"transformer_layer_config is {layer!r}: expected the fields of the drafter's layers. Copy it again."
+    else:
+        yield from _tap_problems(raw.get("aux_hidden_state_layer_ids"))
+        yield from _field_problems(raw, layer)
+        yield from (
+            f"{name} is {_OF_THE_TARGET[name]}, which the published layout takes from the target. If it is an "
+            "unchanged copy of the target's, save the checkpoint again without it."
+            for name in names
+            if name in _OF_THE_TARGET
+        )
 
 
-def _field_problems(raw: dict[str, Any]) -> list[str]:
-    """What the published layout has no place for."""
-    layer = raw.get("transformer_layer_config")
-    if not isinstance(layer, dict):
-        return [f"transformer_layer_config is {layer!r}: expected the fields of the drafter's layers. Copy it again."]
-    problems = _tap_problems(raw.get("aux_hidden_state_layer_ids"))
-    for name in ("mask_token_id", "block_size"):
-        if raw.get(name) is None:
-            problems.append(f"{name} is missing: readers would guess it. Write the value that it was trained with.")
+def _tap_problems(ids: Any) -> Iterator[str]:
+    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
+        yield f"aux_hidden_state_layer_ids is {ids!r}: expected a list of target layers. Write those it read."
+    elif len(set(ids)) < len(ids):
+        yield f"aux_hidden_state_layer_ids={ids} names a layer twice: readers expect each once."
+    elif min(ids) < 1:
+        yield (
+            f"aux_hidden_state_layer_ids={ids} holds {min(ids)}: id 0 is the target's embedding, and a drafter of the "
+            "published layout reads outputs of layers only. Train one without it."
+        )
+
+
+def _field_problems(raw: dict[str, Any], layer: dict[str, Any]) -> Iterator[str]:
     vocabulary, drafted = layer.get("vocab_size"), raw.get("draft_vocab_size")
     if drafted != vocabulary:
-        problems.append(
+        yield (
             f"draft_vocab_size is {drafted} and the target's vocab_size {vocabulary}: a drafter of the published "
-            "layout has no vocabulary of its own, it uses the target's head. Train one over the full vocabulary."
+            "layout uses the target's head. Train one over the full vocabulary."
         )
     if raw.get("sample_from_anchor"):
-        problems.append(
+        yield (
             "sample_from_anchor is true: slot j predicts the token after it, while in the published layout it "
             "predicts its own. Train a drafter without it."
         )
-    width = raw.get("target_hidden_size")
-    if width not in (None, layer.get("hidden_size")):
-        problems.append(
-            f"target_hidden_size is {width} and hidden_size {layer.get('hidden_size')}: they must be equal, since a "
-            "drafter of the published layout uses the target's embeddings and head. Train one of the target's width."
+    width, hidden_size = raw.get("target_hidden_size"), layer.get("hidden_size")
+    if width not in (None, hidden_size):
+        yield (
+            f"target_hidden_size is {width} and hidden_size {hidden_size}: they must be equal, since a drafter of the "
+            "published layout uses the target's embeddings and head. Train one of the target's width."
         )
     known = {"sample_from_anchor", "speculators_model_type", "speculators_config", "transformer_layer_config"}
     for name, layout in OTHER_LAYOUTS.items():
         if name not in known and raw.get(name):
-            problems.append(
-                f"{name} is {raw[name]!r}: this is the layout of {layout}, which is not the one trained here."
-            )
-    return problems
-
-
-def _tap_problems(ids: Any) -> list[str]:
-    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
-        return [f"aux_hidden_state_layer_ids is {ids!r}: expected a list of target layers. Write those it read."]
-    if len(set(ids)) < len(ids):
-        return [f"aux_hidden_state_layer_ids={ids} names a layer twice: readers expect each once."]
-    if min(ids) < 1:
-        return [
-            f"aux_hidden_state_layer_ids={ids} holds {min(ids)}: id 0 is the target's embedding, which is the output "
-            "of no layer, and a drafter of the published layout reads outputs of layers only. Train one without it."
-        ]
-    return []
-
-
-def _tensor_problems(names: list[str]) -> list[str]:
-    """Tensors that stand for something the published layout takes from the target."""
-    reasons = {
-        "embed_tokens.weight": "embeddings of the drafter's own",
-        "lm_head.weight": "a head of the drafter's own",
-        "t2d": "a map to a vocabulary of the drafter's own",
-        "d2t": "a map from a vocabulary of the drafter's own",
-    }
-    return [
-        f"{name} is {reasons[name]}, while the published layout has only the target's embeddings, head and "
-        "vocabulary. If it is an unchanged copy of the target's, save the checkpoint again without it."
-        for name in names
-        if name in reasons
-    ]
+            yield f"{name} is {raw[name]!r}: this is the layout of {layout}, which is not the one trained here."
 
 
 def _target_depth(raw: dict[str, Any], folder: str) -> int:
@@ -210,10 +199,10 @@ def _config_dict(raw: dict[str, Any], num_target_layers: int) -> dict[str, Any]:
     is_causal = False if slides and raw.get("sliding_window_non_causal") else None
     return config | {
         "architectures": ["DFlashDraftModel"],
-        "block_size": raw["block_size"],
+        "block_size": raw.get("block_size"),
         "dtype": raw.get("dtype"),
         "is_causal": is_causal,
-        "mask_token_id": raw["mask_token_id"],
+        "mask_token_id": raw.get("mask_token_id"),
         "model_type": "qwen3",
         "num_target_layers": num_target_layers,
         "sliding_window": layer.get("sliding_window") if slides else None,
@@ -221,14 +210,6 @@ def _config_dict(raw: dict[str, Any], num_target_layers: int) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "use_sliding_window": slides,
     }
-
-
-def _read_tensors(folder: Path, names: list[str]) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in file.keys() if name in names}  # noqa: SIM118
-    return tensors
 
 
 def _sorted_columns(tensors: dict[str, torch.Tensor], ids: list[int], hidden_size: int) -> torch.Tensor:

@@ -36,8 +36,8 @@ from .checkpoint_format import (
     expected_tensors,
     fetch_checkpoint,
     field_problems,
-    problem_report,
     read_tensor_headers,
+    refuse,
     refuse_adapter,
     state_dict_headers,
     tensor_problems,
@@ -53,99 +53,62 @@ from .masking import (
 )
 
 
-# --- What is checked before a drafter is loaded, and what is made ready before it is saved.
+# Here, so that it holds where this file is loaded as remote code too.
+register_sdpa_attention()
 
-
+_DOWNLOAD_ARGUMENTS = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "force_download")
 # Path components that wrappers put into the names of a state dict: DDP, torch.compile, FSDP, activation checkpointing.
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
-def check_checkpoint(
-    path: str, config: Any, overrides: dict[str, Any], download: dict[str, Any]
-) -> tuple[DFlashDraftConfig, torch.dtype]:
-    """Check a folder or repository by its configuration and its tensor headers.
+def _checked_config(path: str, config: Any, kwargs: dict[str, Any]) -> tuple[DFlashDraftConfig, torch.dtype]:
+    """The configuration to build a drafter from and the dtype of its tensors, after the checkpoint was checked.
 
     Args:
         path: Local folder or repository id.
         config: A configuration to use instead of `config.json`, a path to one, or None.
-        overrides: Fields of the configuration to replace.
-        download: Arguments of [`checkpoint_format.fetch_checkpoint`].
-
-    Returns:
-        The configuration to build the drafter from, and the dtype of the stored tensors.
-
-    Raises:
-        ValueError: With everything that is wrong, one a line.
+        kwargs: Of `from_pretrained`; fields of the configuration are taken out.
     """
-    folder = fetch_checkpoint(path, **download)
+    folder = fetch_checkpoint(path, **{n: kwargs[n] for n in _DOWNLOAD_ARGUMENTS if kwargs.get(n) is not None})
     refuse_adapter(folder)
     headline = f"{path} is not a drafter that this package can load"
     # A configuration that was read as another class has that class's defaults where the file has none.
     if config is None or (isinstance(config, PreTrainedConfig) and not isinstance(config, DFlashDraftConfig)):
-        _raise(headline, checkpoint_problems(folder))
+        refuse(headline, checkpoint_problems(folder))
+    names = {field.name for field in fields(DFlashDraftConfig)} - {"dtype"}
+    overrides = {name: kwargs.pop(name) for name in names & kwargs.keys()}
     if not isinstance(config, PreTrainedConfig):
         config = DFlashDraftConfig.from_pretrained(folder if config is None else config, **overrides)
     config = DFlashDraftConfig.from_base_config(config)
-    _raise(headline, checkpoint_problems(folder, vars(config)))
+    refuse(headline, checkpoint_problems(folder, vars(config)))
     stored, _ = next(iter(read_tensor_headers(folder).values()))
     # Which commit of the Hub it is; an adapter or another run can ask for the same one again.
     config._commit_hash = None if folder == Path(path) else extract_commit_hash(str(folder / CONFIG_NAME), None)
     return config, getattr(torch, WEIGHT_DTYPES[stored])
 
 
-def check_state_dict(config: DFlashDraftConfig, state_dict: dict[str, torch.Tensor], headline: str) -> None:
-    """Check the tensors of a model as those of a file are checked.
-
-    Raises:
-        ValueError: With everything that is wrong, one a line.
-    """
+def _check_state_dict(config: DFlashDraftConfig, state_dict: dict[str, torch.Tensor], headline: str) -> None:
+    """Check the tensors of a model as those of a file are checked."""
     offloaded = [
         f"{name} is not in memory: its device map offloads it. Move the whole drafter to one device first."
         for name, tensor in state_dict.items()
         if tensor.is_meta
     ]
-    _raise(headline, offloaded or tensor_problems(expected_tensors(vars(config)), state_dict_headers(state_dict)))
+    refuse(headline, offloaded or tensor_problems(expected_tensors(vars(config)), state_dict_headers(state_dict)))
 
 
-def check_loading_info(path: str | None, info: dict[str, Any]) -> None:
-    """Refuse a model of which any tensor was not loaded.
-
-    Raises:
-        ValueError: Naming the tensors.
-    """
-    kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
-    left = [f"{kind}: {sorted(map(str, info[kind]))}" for kind in kinds if info[kind]]
-    _raise(f"{path} was not loaded as it is: leave out key_mapping and ignore_mismatched_sizes", left)
-
-
-def unwrapped_state_dict(state_dict: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Names as in a published drafter, and floating-point tensors in the dtype asked for.
-
-    Args:
-        state_dict: Of a drafter, perhaps under a wrapper.
-        dtype: bf16, fp16 or fp32; None keeps what is held.
-    """
-    if dtype is not None and (not isinstance(dtype, torch.dtype) or str(dtype)[6:] not in WEIGHT_DTYPES.values()):
+def _unwrapped(state_dict: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """Names as in a published drafter, and tensors in the dtype asked for; None keeps the one that is held."""
+    named = {".".join(p for p in name.split(".") if p not in _WRAPPERS): t for name, t in state_dict.items()}
+    if dtype is None:
+        return named
+    if not isinstance(dtype, torch.dtype) or str(dtype).removeprefix("torch.") not in WEIGHT_DTYPES.values():
         raise ValueError(
             f"dtype is {dtype!r}: expected torch.bfloat16, torch.float16 or torch.float32, the dtypes that every "
             "reader of a drafter takes. Pass one of them, or leave it out to keep what is held."
         )
-    named = {".".join(p for p in name.split(".") if p not in _WRAPPERS): t for name, t in state_dict.items()}
-    if dtype is None:
-        return named
     # The copy goes to the CPU: during training the device has no room for it.
     return {name: t if t.is_meta else t.detach().to("cpu", dtype) for name, t in named.items()}
-
-
-def _raise(headline: str, problems: list[str]) -> None:
-    if problems:
-        raise ValueError(problem_report(headline, problems))
-
-
-# Here, so that it holds where this file is loaded as remote code too.
-register_sdpa_attention()
-
-_DOWNLOAD_ARGUMENTS = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "force_download")
 
 
 def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -226,16 +189,11 @@ class DFlashDecoderLayer(Qwen3DecoderLayer):
         cache: Cache | None = None,
         kernel_options: dict[str, int] | None = None,
     ) -> torch.Tensor:
-        residual = hidden_states
-        hidden_states, _ = self.self_attn(
-            self.input_layernorm(hidden_states),
-            context_hidden_states,
-            position_embeddings,
-            attention_mask,
-            cache,
-            kernel_options,
+        normed = self.input_layernorm(hidden_states)
+        attended, _ = self.self_attn(
+            normed, context_hidden_states, position_embeddings, attention_mask, cache, kernel_options
         )
-        hidden_states = residual + hidden_states
+        hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
@@ -315,13 +273,9 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         kernel_options = flex_kernel_options(noise_embeds.device, dtype)
         hidden_states = noise_embeds
         for layer, layer_type in zip(self.layers, self.config.layer_types or [], strict=True):
+            mask = attention_mask[layer_type]
             hidden_states = layer(
-                hidden_states,
-                context_hidden_states,
-                position_embeddings,
-                attention_mask[layer_type],
-                cache,
-                kernel_options,
+                hidden_states, context_hidden_states, position_embeddings, mask, cache, kernel_options
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache)
 
@@ -347,13 +301,10 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         with_info = kwargs.pop("output_loading_info", False)
         if path is None:
             config = DFlashDraftConfig.from_base_config(config)
-            check_state_dict(config, kwargs["state_dict"], "state_dict is not that of a drafter")
+            _check_state_dict(config, kwargs["state_dict"], "state_dict is not that of a drafter")
             stored = next(iter(kwargs["state_dict"].values())).dtype
         else:
-            names = {field.name for field in fields(DFlashDraftConfig)} - {"dtype"}
-            overrides = {name: kwargs.pop(name) for name in names & kwargs.keys()}
-            download = {name: kwargs[name] for name in _DOWNLOAD_ARGUMENTS if kwargs.get(name) is not None}
-            config, stored = check_checkpoint(path, config, overrides, download)
+            config, stored = _checked_config(path, config, kwargs)
             if config._commit_hash is not None:
                 # The weights of the commit that was checked, whatever is pushed meanwhile.
                 kwargs["revision"] = config._commit_hash
@@ -362,12 +313,12 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
             path, *model_args, config=config, dtype=dtype, output_loading_info=True, **kwargs
         )
         model, info = loaded
-        check_loading_info(path, info)
+        kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
+        left = [f"{kind}: {sorted(map(str, info[kind]))}" for kind in kinds if info[kind]]
+        refuse(f"{path} was not loaded as it is: leave out key_mapping and ignore_mismatched_sizes", left)
         return (model, info) if with_info else model
 
-    def save_pretrained(  # type: ignore[override]
-        self, save_directory, dtype: torch.dtype | None = None, **kwargs
-    ) -> None:
+    def save_pretrained(self, save_directory, dtype: torch.dtype | None = None, **kwargs) -> None:  # type: ignore[override]
         """Write the layout of the published drafters, and the code that loads it where this package is missing.
 
         Args:
@@ -407,16 +358,12 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
             raise ImportError("Publishing a drafter needs dflash_hf: load it with dflash_hf.DFlashDraftModel.")
         return DFlashDraftModel.publisher(self, repo_id, dtype, **kwargs)
 
-    def _exported(
-        self, dtype: torch.dtype | None, state_dict: dict[str, torch.Tensor] | None = None
-    ) -> "DFlashDraftModel":
+    def _exported(self, dtype: torch.dtype | None, state_dict: dict[str, torch.Tensor] | None) -> "DFlashDraftModel":
         """A drafter that holds the tensors to be written, so that what is saved and what is said of it agree."""
-        tensors = unwrapped_state_dict(self.state_dict() if state_dict is None else state_dict, dtype)
-        check_state_dict(self.config, tensors, "The drafter cannot be saved")
+        tensors = _unwrapped(self.state_dict() if state_dict is None else state_dict, dtype)
+        _check_state_dict(self.config, tensors, "The drafter cannot be saved")
         config = copy.deepcopy(self.config)
-        problems = field_problems(vars(config))
-        if problems:
-            raise ValueError(problem_report("The drafter cannot be saved, its configuration was changed", problems))
+        refuse("The drafter cannot be saved, its configuration was changed", field_problems(vars(config)))
         # What it was read with may name files that are not written.
         config.auto_map = None
         with torch.device("meta"):
@@ -428,6 +375,5 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
 
 # save_pretrained copies this file and its neighbours, so that AutoModel loads the folder with trust_remote_code.
 DFlashDraftModel.register_for_auto_class("AutoModel")
-
 
 __all__ = ["DFlashDraftModel"]

@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf import validation as validation_reading
+from dflash_hf.checkpoint_format import SIZES
 from dflash_hf.validation import (
     READERS,
     RULES,
-    SIZES,
     Checkpoint,
     RuleResult,
     ValidationReport,
