@@ -13,7 +13,6 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from threading import Lock
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from transformers import (
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
-    TrainerCallback,
 )
 from transformers.utils.hub import resolve_revision
 
@@ -49,20 +47,11 @@ from .packed_targets import (
 )
 
 
-# --- What a target must be: the one that its drafter was made for, with layers that can be read and are fast enough.
+logger = logging.getLogger(__name__)
 
 
 def check_fits(drafter_config: DFlashDraftConfig, target_config: PreTrainedConfig, embedding_rows: int) -> None:
-    """Refuse a drafter that was made for another target.
-
-    Args:
-        drafter_config: The drafter's configuration.
-        target_config: The target's configuration, text-only or multimodal.
-        embedding_rows: Rows of the target's embedding.
-
-    Raises:
-        ValueError: Naming the field, both values and the way out.
-    """
+    """Raise a ValueError for a drafter that was made for another target, whose embedding has `embedding_rows`."""
     mask = drafter_config.mask_token_id
     if mask is not None and mask >= embedding_rows:
         raise ValueError(
@@ -97,15 +86,7 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 
 
 def check_taps(taps: list[int], depth: int) -> None:
-    """Refuse layers that cannot be read.
-
-    Args:
-        taps: 0-based indices of the layers.
-        depth: Layers that the target has.
-
-    Raises:
-        ValueError: They are not ascending, or not the target's, or the last one is among them.
-    """
+    """Raise a ValueError for layers that a target of this depth does not have, or that cannot be read."""
     if not taps or any(b <= a for a, b in pairwise(taps)) or taps[0] < 0:
         raise ValueError(f"target_layer_ids={taps} must be layer indices, unique and ascending, at least one.")
     if taps[-1] >= depth - 1:
@@ -116,14 +97,7 @@ def check_taps(taps: list[int], depth: int) -> None:
 
 
 def refuse_slow(config: PreTrainedConfig) -> None:
-    """Refuse a hybrid target that would run its reference loops on a GPU.
-
-    Args:
-        config: The target's configuration.
-
-    Raises:
-        ValueError: When it has linear attention and flash-linear-attention is missing or too old.
-    """
+    """Raise a ValueError for a hybrid target without flash-linear-attention, or with one that is too old."""
     kinds = config.get_text_config(decoder=True).to_dict().get("layer_types") or []
     if "linear_attention" in kinds and not delta_kernels_available():
         raise ValueError(
@@ -134,28 +108,13 @@ def refuse_slow(config: PreTrainedConfig) -> None:
         )
 
 
-# --- Targets and what belongs to them, by Hub id or folder.
-
-
 def take_model(
     model: str | Path | PreTrainedModel,
     device: torch.device | str | None,
     allow_slow_target: bool,
     init_kwargs: dict[str, Any],
 ) -> PreTrainedModel:
-    """A target that was given, loaded where it is not.
-
-    Args:
-        model: Hub id, folder or loaded model.
-        device: Where it will run; None leaves that open.
-        allow_slow_target: Whether a hybrid target may run on CUDA without flash-linear-attention.
-        init_kwargs: Arguments of `from_pretrained`.
-
-    Raises:
-        TypeError: It is none of these.
-        ValueError: It has no weights, is loaded already and cannot take arguments, or would be far too slow.
-        OSError: There is no such model.
-    """
+    """A loaded target, from a Hub id, a folder or itself; refused where it could not run, or far too slowly."""
     if not isinstance(model, str | Path | nn.Module):
         raise TypeError(
             f"The target is a {type(model).__name__}; give a Hub id, a folder or a loaded causal language model."
@@ -178,15 +137,7 @@ def take_model(
 
 
 def refuse_token(init_kwargs: Any, place: str) -> None:
-    """Refuse a token among arguments of `from_pretrained` that are kept.
-
-    Args:
-        init_kwargs: The arguments, as a dict, their JSON or None.
-        place: What would happen to it.
-
-    Raises:
-        ValueError: There is one.
-    """
+    """Raise a ValueError for a token among arguments of `from_pretrained` that are kept; `place` says what happens."""
     if isinstance(init_kwargs, dict) and "token" in init_kwargs:
         raise ValueError(
             f"target_model_init_kwargs holds a token, which would {place}. Set the environment variable HF_TOKEN, or "
@@ -273,9 +224,6 @@ def read_eos_token_ids(name: str) -> list[int]:
         config = AutoConfig.from_pretrained(name).get_text_config(decoder=True)
         generation_config = GenerationConfig.from_model_config(config)
     return eos_token_ids(generation_config)
-
-
-# --- The target's embedding and head beside the drafter.
 
 
 # Types that layers multiply in; others only store quantised weights.
@@ -374,9 +322,6 @@ def is_on(parameter: torch.Tensor, device: torch.device | str) -> bool:
     return parameter.device.type == device.type and device.index in (None, parameter.device.index)
 
 
-# --- Outputs of single layers out of a target's own forward.
-
-
 class _LastTapRead(Exception):
     """Ends the target's forward: nothing after the last tap is needed."""
 
@@ -421,9 +366,6 @@ def _hooks(
     finally:
         for handle in handles:
             handle.remove()
-
-
-# --- From packed rows of token ids to the tapped hidden states of their documents, on the packed or the padded path.
 
 
 PackedForward = PackedQwen35 | PackedDense
@@ -486,9 +428,6 @@ def _room(output: torch.Tensor | None, taps: list[torch.Tensor], tokens: int) ->
     return output if output is not None else taps[-1].new_zeros(tokens, len(taps) * taps[-1].shape[-1])
 
 
-# --- Attention over lengths that change from call to call.
-
-
 class VariedLengths:
     """Leaves cuDNN out of `scaled_dot_product_attention` while someone works on lengths that change.
 
@@ -523,99 +462,7 @@ class VariedLengths:
 varied_lengths = VariedLengths()
 
 
-# --- How long a run takes until its first step is done, stage by stage.
-
-
 logger = logging.getLogger(__name__)
-
-# The stages in their order, by what the log calls them.
-STAGES = {
-    "load_target": "loading the target",
-    "first_batch": "first batch",
-    "tune_target": "compiling and tuning the target's layers",
-    "check_target": "check of the packed target",
-    "first_target_forward": "first forward of the target",
-    "first_drafter_step": "rest of the first step (the drafter's compilation, loss, optimizer)",
-}
-# A start that takes longer is told of where everybody sees it.
-LONG_SECONDS = 10
-
-
-class StartupTimes:
-    """Seconds of each stage, each measured once; what lies within another stage does not count in that one."""
-
-    def __init__(self):
-        self.seconds: dict[str, float] = {}
-        # When stages began, those that have ended included.
-        self._begun: dict[str, float] = {}
-
-    def begin(self, stage: str) -> None:
-        """Start a stage, unless it has been measured."""
-        if stage not in self.seconds:
-            self._begun[stage] = perf_counter()
-
-    def end(self, stage: str, device: torch.device) -> None:
-        """End a stage that was begun; only then, so once, the host waits for what a device still has to do."""
-        if stage not in self._begun or stage in self.seconds:
-            return
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-        start = self._begun[stage]
-        # A stage of another thread that began earlier and goes on meanwhile lies in none.
-        within = sum(seconds for other, seconds in self.seconds.items() if self._begun[other] >= start)
-        self.seconds[stage] = max(perf_counter() - start - within, 0.0)
-        logger.info("Start-up: %s took %.1f s.", STAGES[stage], self.seconds[stage])
-
-    def rounded(self) -> dict[str, float]:
-        """Seconds of the stages in their order, to the millisecond."""
-        return {stage: round(self.seconds[stage], 3) for stage in STAGES if stage in self.seconds}
-
-    def report(self) -> str:
-        """One line: all stages and their sum."""
-        parts = ", ".join(f"{STAGES[stage]} {seconds:.1f} s" for stage, seconds in self.rounded().items())
-        return f"The start took {sum(self.seconds.values()):.1f} s up to the end of the first step: {parts}."
-
-
-class StartupCallback(TrainerCallback):
-    """Measures what training adds to the start, tells of a long one before and after, and puts it into the record.
-
-    Args:
-        trainer: The [`DFlashTrainer`] it belongs to.
-    """
-
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
-        self._has_told = False
-
-    @property
-    def _times(self) -> StartupTimes:
-        return self.trainer.target.startup
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self._has_told = False
-        notice = self.trainer.target.tuning_notice()
-        if notice and state.is_world_process_zero:
-            logger.warning(notice)
-        self._times.begin("first_batch")
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self._times.end("first_batch", torch.device("cpu"))
-        self._times.begin("first_drafter_step")
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if self._has_told:
-            return
-        self._has_told = True
-        is_new = "first_drafter_step" not in self._times.seconds
-        self._times.end("first_drafter_step", args.device)
-        self.trainer.run_record["startup_seconds"] = self._times.rounded()
-        if is_new and state.is_world_process_zero:
-            is_long = sum(self._times.seconds.values()) > LONG_SECONDS
-            logger.log(logging.WARNING if is_long else logging.INFO, self._times.report())
-
-
-# --- The start-up check of a packed target: documents must not see each other, whatever the kernels do.
-
 
 # Two short documents that end within a chunk of the kernels and behind one.
 CHECKED_LENGTHS = (70, 90)
@@ -680,45 +527,28 @@ def _difference(actual: torch.Tensor, expected: torch.Tensor, target_layer_ids: 
     return None
 
 
-# --- Where compiled and tuned Triton kernels stay from one launch to the next.
-
-
-VARIABLE = "TRITON_CACHE_DIR"
-
-
 def keep_tuned_kernels() -> Path | None:
-    """Settle the folder of Triton's kernels for this process, before any is compiled.
+    """Settle the folder of Triton's kernels (`TRITON_CACHE_DIR`) for this process, before any is compiled.
 
-    Inductor sets `TRITON_CACHE_DIR` to a folder of its own, for each device another, but only in a process that
-    compiles a kernel itself: neither where its workers compile nor where its own cache has the graph. Kernels that
-    other libraries tune would lie in one folder after the first launch and be looked for in another at the second.
-
-    Returns:
-        The folder of `TRITON_CACHE_DIR`, by default Triton's own (`TRITON_HOME/.triton/cache`, in the home of the
-        user); None where that cannot be written, and every launch may tune anew.
+    Inductor sets that variable to another folder for each device, but only in a process that compiles a kernel itself:
+    kernels that other libraries tune would lie in one folder after the first launch and be looked for in another at
+    the second. Returns None, and says so, where Triton's own folder cannot be written.
     """
-    if os.environ.get(VARIABLE):
-        return Path(os.environ[VARIABLE])
     # As Triton has it, which takes "~" itself where a user has no home.
-    folder = Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache")
+    own = Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache")
+    folder = Path(os.environ.setdefault("TRITON_CACHE_DIR", str(own)))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK | os.X_OK)
+        if folder == own:
+            folder.mkdir(parents=True, exist_ok=True)
     except OSError:
-        writable = False
-    if not writable:
+        del os.environ["TRITON_CACHE_DIR"]
         logger.warning(
-            "%s cannot be written, so kernels may be tuned again at each launch, for a minute. Set %s to a folder "
-            "that stays.",
+            "%s cannot be written, so kernels may be tuned at each launch, for a minute. Set TRITON_CACHE_DIR to a "
+            "folder that stays.",
             folder,
-            VARIABLE,
         )
         return None
-    os.environ[VARIABLE] = str(folder)
     return folder
-
-
-# --- The frozen target: from packed token ids to the hidden states that a drafter reads.
 
 
 class FrozenTarget:
@@ -758,8 +588,6 @@ class FrozenTarget:
         final_states: bool = False,
         **init_kwargs,
     ):
-        self.startup = StartupTimes()
-        self.startup.begin("load_target")
         # A model of the user's keeps all its layers; one loaded here is nobody else's.
         owned = isinstance(model, str | Path)
         self.model: Any = take_model(model, device, allow_slow_target, init_kwargs)
@@ -785,7 +613,6 @@ class FrozenTarget:
         if (on_cuda if packed is None else packed) and len(devices) == 1:
             self._unchecked = self._packable(compile_target and on_cuda)
         self._kernel_folder = keep_tuned_kernels() if on_cuda and isinstance(self._unchecked, PackedQwen35) else None
-        self.startup.end("load_target", self.device)
 
     def _packable(self, compiled: bool) -> PackedForward | None:
         """The packed path that this target's layers have, to be checked at the first call."""
@@ -824,8 +651,7 @@ class FrozenTarget:
             return None
         kept = "at each launch" if self._kernel_folder is None else f"once per machine (kept in {self._kernel_folder})"
         return (
-            "The target's layers are compiled and its kernels tuned before the first step: a minute or two, "
-            f"{kept}; the log says what each part took."
+            f"The target's layers are compiled and its kernels tuned before the first step: a minute or two, {kept}."
         )
 
     def check_drafter(self, config: DFlashDraftConfig) -> None:
@@ -885,10 +711,7 @@ class FrozenTarget:
         # would fit one thread alone.
         with torch.autocast(self.device.type, enabled=False, cache_enabled=True), varied_lengths():
             packed = self._checked_packing(rows * width)
-            self.startup.begin("first_target_forward")
-            states = self._features(packed, input_ids, pieces)
-        self.startup.end("first_target_forward", states.device)
-        return states
+            return self._features(packed, input_ids, pieces)
 
     def split(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What [`all_hidden_states`] gives, in parts: the context, and the final states or None."""
@@ -912,26 +735,17 @@ class FrozenTarget:
         with self._lock:
             if self._unchecked is not None:
                 packed = self._unchecked
-                self.startup.begin("check_target")
+                if notice := self.tuning_notice():
+                    logger.warning(notice)
                 with self._few_layers(packed), transformers_delta_rule():
-                    reader, reference = partial(self._tuned_features_of, packed), partial(self._features_of, None)
+                    reader, reference = partial(self._features_of, packed), partial(self._features_of, None)
                     fault = packing_fault(reader, reference, self.target_layer_ids, self._vocab_size, tokens)
-                self.startup.end("check_target", self.device)
                 if fault is None:
                     self._packed = packed
                 else:
                     self._say_padded(fault)
                 self._unchecked = None
         return self._packed
-
-    def _tuned_features_of(
-        self, packed: PackedForward, input_ids: torch.Tensor, document_lengths: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
-        """[`_features_of`], whose first call compiles and tunes."""
-        self.startup.begin("tune_target")
-        states = self._features_of(packed, input_ids, document_lengths)
-        self.startup.end("tune_target", states.device)
-        return states
 
     def _features_of(
         self, packed: PackedForward | None, input_ids: torch.Tensor, document_lengths: Sequence[Sequence[int]]
@@ -983,9 +797,6 @@ def _quantised(model: Any) -> bool:
     return not plain or "quantization_config" in model.config.to_dict()
 
 
-# --- A target of random weights and documents of random tokens, for measuring speed and memory without any download.
-
-
 def read_target_config(name: str) -> PreTrainedConfig:
     """The text model's configuration of a target.
 
@@ -1017,7 +828,6 @@ def random_target(
     """
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
-    start = perf_counter()
     with torch.random.fork_rng(devices=[device] if torch.device(device).type == "cuda" else []):
         torch.manual_seed(seed)
         with torch.device(device):
@@ -1026,8 +836,6 @@ def random_target(
     if not target.final_states:
         # Nobody else's, so that it may be cut as one that is loaded is.
         del target.layers[target_layer_ids[-1] + 1 :]
-    # The target waited for its device.
-    target.startup.seconds["load_target"] = perf_counter() - start
     return target
 
 

@@ -105,7 +105,6 @@ def training_facts(trainer: Any, seconds: float, first_step: int) -> dict[str, A
         "epochs": round(float(state.epoch or 0), 3),
         "hours": seconds / 3600,
         "hours_since_step": first_step,
-        "startup_seconds": record.get("startup_seconds", {}),
         "hardware": _hardware(trainer.args),
         "versions": record["versions"],
         "git_commit": record["git_commit"],

@@ -34,7 +34,7 @@ from .callbacks import (
 from .checkpointing import decided_by_main, rotate, write_checkpoint, writes_alone
 from .configuration_dflash import DFlashDraftConfig
 from .data_collator import IGNORE_INDEX, DataCollatorForDFlash, check_documents, check_token_ids, num_valid_anchors
-from .frozen_target import FrozenHead, FrozenTarget, StartupCallback, read_eos_token_ids, varied_lengths
+from .frozen_target import FrozenHead, FrozenTarget, read_eos_token_ids, varied_lengths
 from .losses import BlockSums, Objective, add_context_noise, compares_distributions, drafter_loss, objective_of
 from .modeling_dflash import DFlashDraftModel
 from .operations import batch_operations, drafter_weights
@@ -335,7 +335,6 @@ class DFlashTrainer(Trainer):
         self._due_evaluation = DueEvaluation(self)
         callbacks: list[TrainerCallback] = [
             PairCallback(self.throughput, lambda: self.model_wrapped),
-            StartupCallback(self),
             TrainingFacts(self),
             *(self._guard, self._interrupts, self._due_evaluation),
         ]
