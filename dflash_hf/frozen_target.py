@@ -6,9 +6,8 @@ import json
 import logging
 import math
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -55,8 +54,8 @@ def check_fits(drafter_config: DFlashDraftConfig, target_config: PreTrainedConfi
     mask = drafter_config.mask_token_id
     if mask is not None and mask >= embedding_rows:
         raise ValueError(
-            f"mask_token_id={mask} is outside the target's embedding of {embedding_rows} rows; choose an id in "
-            f"0..{embedding_rows - 1} that texts do not use."
+            f"mask_token_id={mask} is outside the target's embedding of {embedding_rows} rows; choose an id that "
+            "texts do not use."
         )
     text_config = target_config.get_text_config(decoder=True)
     expected = {
@@ -68,19 +67,17 @@ def check_fits(drafter_config: DFlashDraftConfig, target_config: PreTrainedConfi
         given = getattr(drafter_config, name)
         if given != value:
             raise ValueError(
-                f"The drafter's {name} is {given}, the target's is {value}: a drafter works only with the target "
-                "whose hidden states, embeddings and head it was made for. Load that target, or make a drafter with "
-                "DFlashDraftConfig.from_target_config(target.config, ...)."
+                f"The drafter's {name} is {given}, the target's is {value}. Load the target that the drafter was made "
+                "for, or make a drafter with DFlashDraftConfig.from_target_config(target.config, ...)."
             )
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
-    decoder = model.get_decoder()
-    layers = dict(decoder.named_children()).get("layers")
+    layers = dict(model.get_decoder().named_children()).get("layers")
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(
-            f"{type(model).__name__} keeps its decoder layers in another place than `get_decoder().layers`, so they "
-            "cannot be read. Targets of the Llama and Qwen families and most others are supported."
+            f"{type(model).__name__} does not keep its decoder layers in `get_decoder().layers`, so they cannot be "
+            "read. Targets of the Llama and Qwen families and most others are supported."
         )
     return layers
 
@@ -101,9 +98,8 @@ def refuse_slow(config: PreTrainedConfig) -> None:
     kinds = config.get_text_config(decoder=True).to_dict().get("layer_types") or []
     if "linear_attention" in kinds and not delta_kernels_available():
         raise ValueError(
-            f"{kinds.count('linear_attention')} of the target's {len(kinds)} layers are linear attention, and without "
-            f"flash-linear-attention {LINEAR_ATTENTION_FLOOR} or newer they run transformers' reference loop, which "
-            "is right and far too slow on a GPU. "
+            f"{kinds.count('linear_attention')} of the target's {len(kinds)} layers are linear attention, which is "
+            f"right but far too slow on a GPU without flash-linear-attention {LINEAR_ATTENTION_FLOOR} or newer. "
             f"`pip install 'flash-linear-attention>={LINEAR_ATTENTION_FLOOR}'`, or pass allow_slow_target=True."
         )
 
@@ -115,23 +111,25 @@ def take_model(
     init_kwargs: dict[str, Any],
 ) -> PreTrainedModel:
     """A loaded target, from a Hub id, a folder or itself; refused where it could not run, or far too slowly."""
-    if not isinstance(model, str | Path | nn.Module):
+    if isinstance(model, str | Path):
+        if not allow_slow_target and device is not None and torch.device(device).type == "cuda":
+            with _explained(model):
+                config = AutoConfig.from_pretrained(model, return_unused_kwargs=True, **init_kwargs)[0]
+            refuse_slow(config)
+        model = load_model(model, device, init_kwargs)
+    elif not isinstance(model, nn.Module):
         raise TypeError(
             f"The target is a {type(model).__name__}; give a Hub id, a folder or a loaded causal language model."
         )
-    if init_kwargs and isinstance(model, nn.Module):
+    elif init_kwargs:
         raise ValueError(
-            f"target_model_init_kwargs={init_kwargs} were given together with a loaded target model: they are "
-            "arguments of from_pretrained. Pass the target's id or folder, or leave them out."
+            f"target_model_init_kwargs={init_kwargs} have no effect on a target that is loaded already. Pass its id "
+            "or folder, or leave them out."
         )
-    if isinstance(model, str | Path):
-        if not allow_slow_target and device is not None and torch.device(device).type == "cuda":
-            refuse_slow(load_config(model, init_kwargs))
-        model = load_model(model, device, init_kwargs)
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(
-            f"The target {type(model).__name__} has parameters on the meta device, so it has no weights to "
-            "run with. Load it with from_pretrained, without offloading."
+            f"The target {type(model).__name__} has parameters on the meta device, without weights. Load it with "
+            "from_pretrained, without offloading."
         )
     return model
 
@@ -145,11 +143,6 @@ def refuse_token(init_kwargs: Any, place: str) -> None:
         )
 
 
-def load_config(name: str | Path, init_kwargs: dict) -> PreTrainedConfig:
-    with _explained(name):
-        return AutoConfig.from_pretrained(name, return_unused_kwargs=True, **init_kwargs)[0]
-
-
 def load_model(name: str | Path, device: torch.device | str | None, init_kwargs: dict) -> PreTrainedModel:
     """Load a target with all its weights; its configuration's `_commit_hash` says which commit of the Hub they are.
 
@@ -160,7 +153,7 @@ def load_model(name: str | Path, device: torch.device | str | None, init_kwargs:
 
     Raises:
         OSError: There is no such model, or its files are damaged.
-        ValueError: A weight of it is not there: transformers would go on with random numbers.
+        ValueError: A weight is missing, which transformers would make up from random numbers.
     """
     if device is not None and torch.device(device).type == "cuda":
         # Weights go straight to the device, which some quantised ones must.
@@ -176,8 +169,7 @@ def load_model(name: str | Path, device: torch.device | str | None, init_kwargs:
     if missing := sorted(info["missing_keys"]):
         raise ValueError(
             f"The target {str(name)!r} has no {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''} "
-            f"({len(missing)} of its weights), which would be random. Copy it again, or give a whole causal language "
-            "model with its head."
+            f"({len(missing)} of its weights), which would be random. Give a whole causal language model."
         )
     model.config._commit_hash = revision.resolved if isinstance(revision, ResolvedRevision) else None
     return model
@@ -191,7 +183,7 @@ def _explained(name: str | Path) -> Iterator[None]:
         yield
     except (SafetensorError, json.JSONDecodeError) as error:
         raise OSError(
-            f"The target {str(name)!r} cannot be loaded: a file of it is damaged ({error}). Copy it again."
+            f"The target {str(name)!r} cannot be loaded: a file is damaged ({error}). Copy it again."
         ) from error
     except OSError as error:
         raise OSError(
@@ -209,21 +201,18 @@ def eos_token_ids(generation_config: GenerationConfig) -> list[int]:
 
 
 def read_eos_token_ids(name: str) -> list[int]:
-    """[`eos_token_ids`] of a target whose weights need not be there.
-
-    Args:
-        name: Hub id or folder.
-
-    Raises:
-        OSError, ValueError: It has neither a generation config nor a configuration.
-    """
+    """[`eos_token_ids`] of a Hub id or folder whose weights need not be there."""
     try:
         generation_config = GenerationConfig.from_pretrained(name)
     except OSError:
         # Not every model has the file; transformers then derives it from the configuration.
-        config = AutoConfig.from_pretrained(name).get_text_config(decoder=True)
-        generation_config = GenerationConfig.from_model_config(config)
+        generation_config = GenerationConfig.from_model_config(read_target_config(name))
     return eos_token_ids(generation_config)
+
+
+def read_target_config(name: str) -> PreTrainedConfig:
+    """The text model's configuration of a target, from a configuration file, a folder or a Hub id."""
+    return AutoConfig.from_pretrained(name).get_text_config(decoder=True)
 
 
 # Types that layers multiply in; others only store quantised weights.
@@ -231,19 +220,14 @@ COMPUTE_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class FrozenHead:
-    """The target's embedding and head on the drafter's device; a tied weight is held once.
-
-    Args:
-        target: The target model.
-        device: Device of the drafter. Nothing is copied where the target is there already.
-    """
+    """The target's embedding and head on the drafter's device; tied weights stay tied, and no copy is needless."""
 
     def __init__(self, target: PreTrainedModel, device: torch.device | str):
         embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
         if head is None:
             raise ValueError(
-                f"{type(target).__name__} has no output head (get_output_embeddings() is None), but the drafter's "
-                "logits go through the target's head. Load the target with AutoModelForCausalLM."
+                f"{type(target).__name__} has no output head, which the drafter's logits go through. Load the target "
+                "with AutoModelForCausalLM."
             )
         # One deepcopy of both keeps a tied weight tied.
         pair = nn.ModuleList([embedding, head])
@@ -299,16 +283,9 @@ def logit_transform(config: PreTrainedConfig) -> Callable[[torch.Tensor], torch.
 def block_inputs(
     embedding_weight: torch.Tensor, anchor_token_ids: torch.Tensor, mask_token_id: int, block_size: int
 ) -> torch.Tensor:
-    """Raw embeddings of `[anchor, mask, ..., mask]` for every block.
+    """Rows of the embedding `[V, D]` for `[anchor, mask, ..., mask]` of every block, `[B, N * block_size, D]`.
 
-    Args:
-        embedding_weight (`torch.Tensor` of shape `[V, D]`): The target's embedding table.
-        anchor_token_ids (`torch.Tensor` of shape `[B, N]`): Token at each anchor.
-        mask_token_id: Token id of a slot to be drafted.
-        block_size: Slots per block, `b`.
-
-    Returns:
-        `torch.Tensor` of shape `[B, N * b, D]`, without any norm or scale that the target puts on embeddings.
+    They are without any norm or scale that the target puts on embeddings. Anchors' token ids are `[B, N]`.
     """
     rows, num_anchors = anchor_token_ids.shape
     ids = anchor_token_ids.new_full((rows, num_anchors, block_size), mask_token_id)
@@ -327,67 +304,41 @@ class _LastTapRead(Exception):
 
 
 def read_taps(
-    decoder: nn.Module, layers: nn.ModuleList, target_layer_ids: Sequence[int], final_states: bool, **inputs
+    decoder: nn.Module, layers: nn.ModuleList, target_layer_ids: Sequence[int], final_states: bool, **inputs: Any
 ) -> list[torch.Tensor]:
-    """Outputs of the tapped layers, each `[B, T, D]`.
+    """Outputs `[B, T, D]` of the tapped ones of a decoder's layers; hooks live only during the forward.
 
-    Args:
-        decoder: The target without its head.
-        layers: Its layers.
-        target_layer_ids: The taps.
-        final_states: Whether all layers run, and the states after the final norm come last.
-        **inputs: Of the decoder.
+    With `final_states` all layers run, and the states after the final norm come last.
     """
-    final = []
-    with _hooks(layers, target_layer_ids, final_states) as taps, suppress(_LastTapRead):
-        output = decoder(**inputs)
-        final = [output.last_hidden_state]
-    return [taps[i] for i in target_layer_ids] + final
-
-
-@contextmanager
-def _hooks(
-    layers: nn.ModuleList, target_layer_ids: Sequence[int], final_states: bool
-) -> Iterator[dict[int, torch.Tensor]]:
-    """Hooks live only during a forward, so that a model shared with the user stays as it was."""
     taps: dict[int, torch.Tensor] = {}
+    final = []
 
-    def read(index: int):
-        def hook(module, args, output):
-            taps[index] = output[0] if isinstance(output, tuple) else output
-            if index == target_layer_ids[-1] and not final_states:
-                raise _LastTapRead
+    def read(index: int, module: nn.Module, args: Any, output: Any) -> None:
+        taps[index] = output[0] if isinstance(output, tuple) else output
+        if index == target_layer_ids[-1] and not final_states:
+            raise _LastTapRead
 
-        return hook
-
-    handles = [layers[i].register_forward_hook(read(i)) for i in target_layer_ids]
-    try:
-        yield taps
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, suppress(_LastTapRead):
+        for index in target_layer_ids:
+            hooks.enter_context(layers[index].register_forward_hook(partial(read, index)))
+        final = [decoder(**inputs).last_hidden_state]
+    return [taps[index] for index in target_layer_ids] + final
 
 
 PackedForward = PackedQwen35 | PackedDense
 
 
 def packed_features(forward: PackedForward, input_ids: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
-    """Documents run one after another in rows without padding between them; nothing waits for the device.
+    """Features `[B, T, K * D]` of documents that run one after another in rows without padding between them.
 
-    Args:
-        forward: The target's forward over one packed row.
-        input_ids (`torch.Tensor` of shape `[B, T]`): Token ids on the target's device.
-        pieces: The documents, at least one.
-
-    Returns:
-        `torch.Tensor` of shape `[B, T, K * D]`; zeros where no document is.
+    Token ids `[B, T]` are on the target's device, which nothing waits for. Zeros where no document is.
     """
     rows, width = input_ids.shape
     output = None
     for group in groups_in_order(pieces):
         row = packed_row(group, width, min(rows * width, MAX_FORWARD_TOKENS), input_ids.device)
         taps = forward.hidden_states(input_ids.flatten()[row.indices][None], row)
-        output = _room(output, taps, rows * width)
+        output = taps[-1].new_zeros(rows * width, _width(taps)) if output is None else output
         places = row.indices[: row.num_tokens]
         for tap, part in zip(taps, output.chunk(len(taps), dim=-1), strict=True):
             part.index_copy_(0, places, tap[0, : row.num_tokens])
@@ -398,34 +349,24 @@ def packed_features(forward: PackedForward, input_ids: torch.Tensor, pieces: Seq
 def padded_features(
     read_taps: Callable[..., list[torch.Tensor]], input_ids: torch.Tensor, pieces: Sequence[Piece]
 ) -> torch.Tensor:
-    """Documents run one per right-padded row, beside others of nearly their length.
-
-    Args:
-        read_taps: The target's own forward, giving the outputs of the tapped layers.
-        input_ids (`torch.Tensor` of shape `[B, T]`): Token ids on the target's device.
-        pieces: The documents, at least one.
-
-    Returns:
-        `torch.Tensor` of shape `[B, T, K * D]`; zeros where no document is.
-    """
-    rows, width = input_ids.shape
+    """The same by the target's own forward, one document per right-padded row, beside others of nearly its length."""
     output = None
     for group in groups_of_similar_length(pieces):
         padded = input_ids.new_zeros(len(group), group[0].length)
         for i, (row, start, length) in enumerate(group):
             padded[i, :length] = input_ids[row, start : start + length]
         taps = read_taps(input_ids=padded, use_cache=False)
-        output = _room(output, taps, rows * width)
+        # The taps of a target that is spread over devices end on the last one.
+        output = taps[-1].new_zeros(*input_ids.shape, _width(taps)) if output is None else output
         for tap, part in zip(taps, output.chunk(len(taps), dim=-1), strict=True):
             for i, (row, start, length) in enumerate(group):
-                part[row * width + start : row * width + start + length] = tap[i, :length]
+                part[row, start : start + length] = tap[i, :length]
     assert output is not None  # there is at least one document
-    return output.view(rows, width, -1)
+    return output
 
 
-def _room(output: torch.Tensor | None, taps: list[torch.Tensor], tokens: int) -> torch.Tensor:
-    """Features `[B * T, K * D]` to be filled, once; the taps of a target spread over devices end on the last."""
-    return output if output is not None else taps[-1].new_zeros(tokens, len(taps) * taps[-1].shape[-1])
+def _width(taps: list[torch.Tensor]) -> int:
+    return sum(tap.shape[-1] for tap in taps)
 
 
 class VariedLengths:
@@ -439,7 +380,7 @@ class VariedLengths:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._users = 0
         self._before = True
 
@@ -462,8 +403,6 @@ class VariedLengths:
 varied_lengths = VariedLengths()
 
 
-logger = logging.getLogger(__name__)
-
 # Two short documents that end within a chunk of the kernels and behind one.
 CHECKED_LENGTHS = (70, 90)
 # Fewest tokens of the checked row: kernels that tune themselves do so at the first call, for good.
@@ -471,7 +410,6 @@ FEWEST_TOKENS = 1024
 # Largest relative difference per layer up to a tap, by the precision of the hidden states. Two right ways of rounding
 # differ by about a third of it; a layer that computes something else soon differs by far more.
 TOLERANCES = {torch.float64: 1e-7, torch.float32: 2e-3}
-
 LOW_PRECISION_TOLERANCE = 0.01
 
 Reader = Callable[[torch.Tensor, Sequence[Sequence[int]]], torch.Tensor]
@@ -483,8 +421,8 @@ def packing_fault(
     """What is wrong with a packed path, by two short documents; None if it may be used.
 
     Args:
-        packed: `context_hidden_states` on the packed path.
-        reference: `context_hidden_states` of each document alone.
+        packed: Features of documents on the packed path.
+        reference: Features of each document alone.
         target_layer_ids: Taps of both.
         vocab_size: Ids to draw from.
         tokens: Tokens of the row to check with, a third document included: those of the batches to come, so that what
@@ -543,9 +481,8 @@ def keep_tuned_kernels() -> Path | None:
     except OSError:
         del os.environ["TRITON_CACHE_DIR"]
         logger.warning(
-            "%s cannot be written, so kernels may be tuned at each launch, for a minute. Set TRITON_CACHE_DIR to a "
-            "folder that stays.",
-            folder,
+            f"{folder} cannot be written, so kernels may be tuned at each launch, for a minute. Set TRITON_CACHE_DIR "
+            "to a folder that stays."
         )
         return None
     return folder
@@ -606,7 +543,6 @@ class FrozenTarget:
         on_cuda = self.device.type == "cuda"
         if on_cuda and not allow_slow_target:
             refuse_slow(self.config)
-        self._vocab_size: int = self.config.vocab_size
         self._lock = Lock()
         self._packed: PackedForward | None = None
         self._unchecked: PackedForward | None = None
@@ -630,10 +566,8 @@ class FrozenTarget:
 
     def _say_padded(self, reason: str) -> None:
         logger.warning(
-            "Documents cannot share a row of this %s: %s. Each runs in a row of its own instead, which is right and "
-            "slower.",
-            type(self.model).__name__,
-            reason,
+            f"Documents cannot share a row of this {type(self.model).__name__}: {reason}. Each runs in a row of its "
+            "own instead, which is right and slower."
         )
 
     @property
@@ -655,11 +589,7 @@ class FrozenTarget:
         )
 
     def check_drafter(self, config: DFlashDraftConfig) -> None:
-        """Refuse a drafter that was made for another target.
-
-        Raises:
-            ValueError: Naming the field, both values and the way out.
-        """
+        """Raise a ValueError for a drafter that was made for another target or other taps."""
         check_fits(config, self.config, self.model.get_input_embeddings().weight.shape[0])
         if config.target_layer_ids != self.target_layer_ids:
             raise ValueError(
@@ -694,11 +624,7 @@ class FrozenTarget:
     ) -> torch.Tensor:
         """[`context_hidden_states`], and with `final_states` the states after the target's final norm behind them.
 
-        Args:
-            input_ids, document_lengths: As for [`context_hidden_states`].
-
-        Returns:
-            `torch.Tensor` of shape `[B, T, K * D]`, or `[B, T, (K + 1) * D]` with `final_states`.
+        `[B, T, K * D]`, or `[B, T, (K + 1) * D]` with `final_states`.
         """
         rows, width = input_ids.shape
         if document_lengths is None:
@@ -711,7 +637,9 @@ class FrozenTarget:
         # would fit one thread alone.
         with torch.autocast(self.device.type, enabled=False, cache_enabled=True), varied_lengths():
             packed = self._checked_packing(rows * width)
-            return self._features(packed, input_ids, pieces)
+            if packed is None:
+                return padded_features(self._read_taps, input_ids, pieces)
+            return packed_features(packed, input_ids, pieces)
 
     def split(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What [`all_hidden_states`] gives, in parts: the context, and the final states or None."""
@@ -719,12 +647,7 @@ class FrozenTarget:
             return states, None
         return states[..., : -self.config.hidden_size], states[..., -self.config.hidden_size :]
 
-    def _features(self, packed: PackedForward | None, input_ids: torch.Tensor, pieces: list[Piece]) -> torch.Tensor:
-        if packed is None:
-            return padded_features(self._read_taps, input_ids, pieces)
-        return packed_features(packed, input_ids, pieces)
-
-    def _read_taps(self, **inputs) -> list[torch.Tensor]:
+    def _read_taps(self, **inputs: Any) -> list[torch.Tensor]:
         return read_taps(self.model.get_decoder(), self.layers, self.target_layer_ids, self.final_states, **inputs)
 
     def _checked_packing(self, tokens: int) -> PackedForward | None:
@@ -734,76 +657,42 @@ class FrozenTarget:
             refuse_ahead("The check of the target")
         with self._lock:
             if self._unchecked is not None:
-                packed = self._unchecked
                 if notice := self.tuning_notice():
                     logger.warning(notice)
-                with self._few_layers(packed), transformers_delta_rule():
-                    reader, reference = partial(self._features_of, packed), partial(self._features_of, None)
-                    fault = packing_fault(reader, reference, self.target_layer_ids, self._vocab_size, tokens)
+                with transformers_delta_rule():
+                    fault = self._packing_fault(self._unchecked, tokens)
                 if fault is None:
-                    self._packed = packed
+                    self._packed = self._unchecked
                 else:
                     self._say_padded(fault)
                 self._unchecked = None
         return self._packed
 
-    def _features_of(
-        self, packed: PackedForward | None, input_ids: torch.Tensor, document_lengths: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
-        pieces = document_pieces(document_lengths, input_ids.shape[1])
-        return self.split(self._features(packed, input_ids.to(self.device), pieces))[0]
+    def _packing_fault(self, packed: PackedForward, tokens: int) -> str | None:
+        """[`packing_fault`] of a packed path, against the target's own forward of each document alone."""
+        taps = self.target_layer_ids
+        if isinstance(packed, PackedQwen35):
+            # No deeper than one layer of each kind: all others run the same kernels, and the check is quicker.
+            kinds = [layer.block_type for layer in self.layers[: taps[-1] + 1]]
+            taps = [max(kinds.index(kind) for kind in set(kinds))]
+            packed = packed.tapped(taps)
+        read = partial(read_taps, self.model.get_decoder(), self.layers, taps, False)
 
-    @contextmanager
-    def _few_layers(self, packed: PackedForward) -> Iterator[None]:
-        """Taps no deeper than one layer of each kind: all others run the same kernels, and the check is quicker."""
-        if not isinstance(packed, PackedQwen35):
-            yield
-            return
-        taps, final_states = self.target_layer_ids, self.final_states
-        kinds = [layer.block_type for layer in self.layers[: taps[-1] + 1]]
-        self.target_layer_ids = packed.target_layer_ids = [max(kinds.index(kind) for kind in set(kinds))]
-        self.final_states = packed.final_states = False
-        try:
-            yield
-        finally:
-            self.final_states = packed.final_states = final_states
-            self.target_layer_ids, packed.target_layer_ids = taps, list(taps)
+        def packed_reader(ids: torch.Tensor, lengths: Sequence[Sequence[int]]) -> torch.Tensor:
+            features = packed_features(packed, ids.to(self.device), document_pieces(lengths, ids.shape[1]))
+            # A dense target's final states come behind its taps.
+            return features[..., : len(taps) * self.config.hidden_size]
 
+        def reference(ids: torch.Tensor, lengths: Sequence[Sequence[int]]) -> torch.Tensor:
+            return padded_features(read, ids.to(self.device), document_pieces(lengths, ids.shape[1]))
 
-class FullDepth:
-    """A [`FrozenTarget`] whose final states travel with its context, as one tensor.
-
-    Args:
-        target: A target with `final_states`.
-    """
-
-    def __init__(self, target: FrozenTarget):
-        self.target = target
-
-    @property
-    def device(self) -> torch.device:
-        return self.target.device
-
-    def context_hidden_states(
-        self, input_ids: torch.Tensor, document_lengths: Sequence[Sequence[int]] | None = None
-    ) -> torch.Tensor:
-        """[`FrozenTarget.all_hidden_states`]."""
-        return self.target.all_hidden_states(input_ids, document_lengths)
+        return packing_fault(packed_reader, reference, taps, self.config.vocab_size, tokens)
 
 
 def _quantised(model: Any) -> bool:
     """Whether a compiler would meet layers or weights that are not torch's own."""
     plain = all(type(p) is nn.Parameter and p.dtype in COMPUTE_TYPES for p in model.parameters())
     return not plain or "quantization_config" in model.config.to_dict()
-
-
-def read_target_config(name: str) -> PreTrainedConfig:
-    """The text model's configuration of a target.
-
-    Args:
-        name: A configuration file, a folder or a Hub id.
-    """
-    return AutoConfig.from_pretrained(name).get_text_config(decoder=True)
 
 
 def random_target(
@@ -816,15 +705,8 @@ def random_target(
 ) -> FrozenTarget:
     """A target with the shape of a real one and random weights, made on its device: nothing passes through the host.
 
-    Its speed and memory are those of the real one; what a drafter learns from it is worth nothing.
-
-    Args:
-        config: The text model's configuration.
-        target_layer_ids: Taps.
-        device: Where the target runs.
-        dtype: Type of the weights, a torch type or its name.
-        seed: Seed of the weights.
-        **options: Further arguments of [`FrozenTarget`].
+    Its speed and memory are those of the real one; what a drafter learns from it is worth nothing. `config` is the
+    text model's, `dtype` a torch type or its name; `options` are further arguments of [`FrozenTarget`].
     """
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
@@ -842,15 +724,7 @@ def random_target(
 def synthetic_documents(
     count: int, length: int, vocab_size: int, mask_token_id: int, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Documents of random tokens whose first sixteenth is a prompt and whose rest is supervised.
-
-    Args:
-        count: Documents.
-        length: Tokens of each.
-        vocab_size: Token ids are drawn below it.
-        mask_token_id: Never drawn.
-        seed: Seed of the draw.
-    """
+    """Documents of random tokens but the mask, whose first sixteenth is a prompt and whose rest is supervised."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, vocab_size - 1, (count, length), generator=generator)
     ids += ids >= mask_token_id

@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who sees whom: one predicate, and the dense mask, block mask and chunked attention made from it."""
+"""Who sees whom: one predicate, and the dense mask, block mask and chunked attention made from it.
 
-from collections.abc import Callable
+B rows of T context tokens and N blocks, each of b = `block_size` slots: Q = N * b queries. Keys are the context and
+then the slots. `anchor_positions` `[B, N]` are row indices of the anchors, -1 for unused blocks; `document_ids`
+`[B, T]` is the document of each token, whose tokens are neighbours, -1 for padding; `window` is a layer's sliding
+window in tokens, or None. Any order of anchors is right, and sorted ones are the fastest.
+"""
+
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,21 +20,18 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
-# --- Tile sizes with which flex attention fits the shared memory of the GPU at hand.
+# --- Flex attention: tiles that fit the GPU at hand, and the block mask written down without evaluating the predicate.
 
 
 # Below this, what flex attention chooses for data-centre GPUs may not fit. Workstation and consumer GPUs have 101,376.
 ENOUGH_SHARED_MEMORY = 160_000
 
+# Queries and keys of a tile of the block mask.
+TILE = 128
+
 
 def flex_kernel_options(device: torch.device, dtype: torch.dtype, head_dim: int = 128) -> dict[str, int] | None:
-    """`kernel_options` of flex attention for a device, None where its own choice fits.
-
-    Args:
-        device: The device of the queries.
-        dtype: Type of queries and keys.
-        head_dim: Channels of a head.
-    """
+    """`kernel_options` of flex attention for a device and the type of its queries; None where its own choice fits."""
     if device.type != "cuda" or torch.version.cuda is None:
         return None
     properties: Any = torch.cuda.get_device_properties(device)  # its type stub lacks the field
@@ -37,97 +40,77 @@ def flex_kernel_options(device: torch.device, dtype: torch.dtype, head_dim: int 
 
 
 def small_tiles(dtype: torch.dtype, head_dim: int = 128) -> dict[str, int]:
-    """Tiles that fit 100 KB of shared memory with heads of up to 256.
+    """Tiles that fit 100 KB of shared memory with heads of up to 256 channels.
 
-    Args:
-        dtype: Type of queries and keys.
-        head_dim: Channels of a head.
-
-    Returns:
-        Options whose names start with the pass they are for. The forward holds a tile of queries and, per stage, one
-        of keys and one of values; the backward one each of keys, values, queries and output gradients.
+    The names of these options start with the pass they are for. The forward holds a tile of queries and, per stage,
+    one of keys and one of values; the backward one each of keys, values, queries and output gradients.
     """
     rows = 64 if dtype.itemsize <= 2 else 32
     if head_dim > 128:
         rows //= 2
-    forward = {"BLOCK_M": rows, "BLOCK_N": rows, "num_stages": 2, "num_warps": 4}
-    backward = {
-        "BLOCK_M1": rows,
-        "BLOCK_N1": rows,
-        "BLOCK_M2": rows,
-        "BLOCK_N2": rows,
-        "num_stages": 1,
-        "num_warps": 4,
-    }
-    return {f"fwd_{name}": value for name, value in forward.items()} | {
-        f"bwd_{name}": value for name, value in backward.items()
-    }
+    forward = {f"fwd_{name}": rows for name in ("BLOCK_M", "BLOCK_N")}
+    backward = {f"bwd_{name}": rows for name in ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")}
+    stages = {"fwd_num_stages": 2, "fwd_num_warps": 4, "bwd_num_stages": 1, "bwd_num_warps": 4}
+    return forward | backward | stages
 
 
-# --- The tiles of flex attention's mask, written down from anchors and document bounds.
-
-
-TILE = 128
-
-
-def document_starts(document_ids: torch.Tensor) -> torch.Tensor:
-    """Index at which the document of each token starts.
+def seen_tiles(
+    first: torch.Tensor, stop: torch.Tensor, num_keys: int, tile: int = TILE
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which tiles hold a visible pair and which hold nothing else, where each query sees one stretch of keys.
 
     Args:
-        document_ids (`torch.Tensor` of shape `[B, T]`): Document of each token; a document's tokens are neighbours.
+        first, stop (`torch.Tensor` of shape `[B, Q]`): Each query sees the keys from `first` to before `stop`.
+        num_keys: Number of keys.
+        tile: Queries and keys per tile.
 
     Returns:
-        `torch.Tensor` of shape `[B, T]`.
+        (touched, full), boolean `[B, ceil(Q / tile), ceil(num_keys / tile)]`.
     """
-    index = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
+    missing = -first.shape[1] % tile
+    # The last tile is filled up with its last query, which adds no pair that the tile does not hold.
+    first, stop = (
+        torch.cat([bound, bound[:, -1:].expand(-1, missing)], dim=1).unflatten(1, (-1, tile))[..., None]
+        for bound in (first, stop)
+    )
+    key_start = torch.arange(0, num_keys, tile, device=first.device)
+    touched = (first < stop) & (first < key_start + tile) & (stop > key_start)
+    full = (first <= key_start) & (stop >= key_start + tile)
+    return touched.any(dim=2), full.all(dim=2)
+
+
+def seen_context(
+    anchor_positions: torch.Tensor, document_ids: torch.Tensor, block_size: int, window: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """First and last (exclusive) context token that each slot sees, both `[B, Q]`; T and 0 for unused blocks."""
+    num_context = document_ids.shape[1]
+    index = torch.arange(num_context, device=document_ids.device).expand_as(document_ids)
     is_first = torch.ones_like(document_ids, dtype=torch.bool)
     is_first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    return torch.where(is_first, index, 0).cummax(dim=1).values
+    document_starts = torch.where(is_first, index, 0).cummax(dim=1).values
+    anchors = anchor_positions[..., None]
+    first = document_starts.gather(1, anchor_positions.clamp(min=0))[..., None].expand(-1, -1, block_size)
+    if window is not None:
+        slots = torch.arange(block_size, device=anchors.device)
+        first = torch.maximum(first, anchors + slots - window + 1)
+    first = first.masked_fill(anchors < 0, num_context)
+    return first.flatten(1), anchors.clamp(min=0).expand(-1, -1, block_size).flatten(1)
 
 
 def block_tiles(
     anchor_positions: torch.Tensor, document_ids: torch.Tensor, block_size: int, window: int | None, tile: int = TILE
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tiles of queries and keys hold a visible pair, and which hold nothing else.
+    """The tiles of [`training_masks`]: (partial, full), boolean `[B, ceil(Q / tile), ceil((T + Q) / tile)]`, disjoint.
 
-    Args:
-        anchor_positions (`torch.Tensor` of shape `[B, N]`): Row indices of the anchors, -1 for unused slots. Any
-            order is right; sorted anchors leave the fewest tiles.
-        document_ids (`torch.Tensor` of shape `[B, T]`): Document of each token, -1 for padding.
-        block_size: Slots per block.
-        window: Sliding window in tokens, or None.
-        tile: Queries and keys per tile.
-
-    Returns:
-        (partial, full), boolean `[B, ceil(Q / tile), ceil((T + Q) / tile)]`, disjoint: in partial tiles the predicate
-        decides, in full ones every query sees every key.
+    In partial tiles the predicate decides, in full ones every query sees every key.
     """
     num_context, queries = document_ids.shape[1], anchor_positions.shape[1] * block_size
-    device = anchor_positions.device
-    # A block sees the context in [earliest, anchor), where a window moves the bound by one token for each slot.
-    used = anchor_positions >= 0
-    start = document_starts(document_ids).gather(1, anchor_positions.clamp(min=0))
-    earliest_of_first = start if window is None else torch.maximum(start, anchor_positions - window + 1)
-    earliest_of_last = start if window is None else torch.maximum(start, anchor_positions + block_size - window)
-    anchor = torch.where(used, anchor_positions, 0)
-
-    first_query = torch.arange(0, queries, tile, device=device)
-    first_block = first_query // block_size
-    last_block = (first_query + tile - 1).clamp(max=queries - 1) // block_size
-    # A tile that starts inside a block touches one more.
-    offsets = torch.arange(tile // block_size + 2, device=device)
-    blocks = torch.minimum(first_block[:, None] + offsets, last_block[:, None])
-
-    key_start = torch.arange(0, num_context + queries, tile, device=device)
-    key_stop = key_start + tile
-    lower, upper = earliest_of_first[:, blocks, None], anchor[:, blocks, None]
-    touched = (lower < upper) & (lower < key_stop) & (upper > key_start)
-    own_start, own_stop = num_context + first_block * block_size, num_context + (last_block + 1) * block_size
-    own = (own_start[:, None] < key_stop) & (own_stop[:, None] > key_start)
-    full = (earliest_of_last[:, blocks].amax(-1)[..., None] <= key_start) & (
-        anchor[:, blocks].amin(-1)[..., None] >= key_stop
-    )
-    return (touched.any(dim=2) | own) & ~full, full
+    first, stop = seen_context(anchor_positions, document_ids, block_size, window)
+    touched, full = seen_tiles(first, stop, num_context + queries, tile)
+    query = torch.arange(queries, device=anchor_positions.device)[None]
+    own = num_context + query - query % block_size
+    touched_own, _ = seen_tiles(own, own + block_size, num_context + queries, tile)
+    return (touched | touched_own) & ~full, full
 
 
 def written_block_mask(
@@ -138,27 +121,56 @@ def written_block_mask(
     window: int | None,
     tile: int = TILE,
 ) -> BlockMask:
-    """The `BlockMask` of [`block_tiles`]; nothing waits for the device.
-
-    Args:
-        mask_mod: The predicate, which decides inside partial tiles.
-        anchor_positions, document_ids, block_size, window, tile: As for [`block_tiles`].
-    """
+    """The `BlockMask` of [`block_tiles`], in whose partial tiles `mask_mod` decides; nothing waits for the device."""
     partial, full = block_tiles(anchor_positions, document_ids, block_size, window, tile)
     queries = anchor_positions.shape[1] * block_size
+    return _tiled_mask(mask_mod, partial, full, (queries, document_ids.shape[1] + queries), tile)
+
+
+def _tiled_mask(
+    mask_mod: Callable, partial: torch.Tensor, full: torch.Tensor, lengths: tuple[int, int], tile: int
+) -> BlockMask:
+    """A `BlockMask` over (queries, keys) from its tiles `[B, rows, columns]`, the same for all heads."""
+    tiles = torch.stack([partial, full])[:, :, None]
+    counts = tiles.sum(dim=-1, dtype=torch.int32)
+    # All tiles of keys, marked ones first.
+    order = tiles.to(torch.uint8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
     return BlockMask.from_kv_blocks(
-        *ordered_tiles(partial[:, None]),
-        *ordered_tiles(full[:, None]),
-        BLOCK_SIZE=tile,
-        mask_mod=mask_mod,
-        seq_lengths=(queries, document_ids.shape[1] + queries),
+        counts[0], order[0], counts[1], order[1], BLOCK_SIZE=tile, mask_mod=mask_mod, seq_lengths=lengths
     )
 
 
-def ordered_tiles(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Number of marked tiles `[B, 1, rows]` and the key tiles, marked ones first, `[B, 1, rows, columns]`."""
-    order = tiles.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
-    return tiles.sum(dim=-1, dtype=torch.int32), order.to(torch.int32)
+def earliest_keys(position_ids: torch.Tensor, window: int | None) -> torch.Tensor:
+    """First key `[N]` that each query of a packed row sees; it sees all from there up to itself.
+
+    Args:
+        position_ids (`torch.Tensor` of shape `[1, N]`): Positions, restarting with each document.
+        window: Keys that a query sees, itself included; None for all of its document.
+    """
+    index = torch.arange(position_ids.shape[1], device=position_ids.device)
+    start = index - position_ids[0]
+    return start if window is None else torch.maximum(start, index - (window - 1))
+
+
+def document_tiles(earliest: torch.Tensor, tile: int = TILE) -> tuple[torch.Tensor, torch.Tensor]:
+    """Partial and full tiles, each `[N / tile, N / tile]`, of queries that see the keys from `earliest` on."""
+    stop = torch.arange(1, len(earliest) + 1, device=earliest.device)
+    touched, full = seen_tiles(earliest[None], stop[None], len(earliest), tile)
+    return (touched & ~full)[0], full[0]
+
+
+def document_block_mask(position_ids: torch.Tensor, window: int | None = None, tile: int = TILE) -> BlockMask:
+    """Causal attention within the documents of a packed row `[1, N]` and, if any, a window; nothing waits.
+
+    Full and windowed layers differ in a tensor alone, so that one compiled kernel serves both.
+    """
+    earliest = earliest_keys(position_ids, window)
+
+    def mask_mod(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+        return (kv_idx >= earliest[q_idx]) & (kv_idx <= q_idx)
+
+    partial, full = document_tiles(earliest, tile)
+    return _tiled_mask(mask_mod, partial[None], full[None], (len(earliest), len(earliest)), tile)
 
 
 # --- Attention of many blocks on a CPU, in chunks of sorted anchors.
@@ -170,60 +182,41 @@ CHUNK_QUERIES = 256
 
 @dataclass(frozen=True)
 class ChunkedMask:
-    """The mask of all blocks, cut into chunks of whole blocks.
-
-    Args:
-        num_context: Context tokens, T.
-        chunk_queries: Queries per chunk; the last may have fewer.
-        contexts: First and last (exclusive) context token of each chunk.
-        masks: Boolean mask of each chunk over its context and its own slots, `[B, 1, q, context + q]`.
-    """
+    """The mask of all blocks, cut into chunks of whole blocks."""
 
     num_context: int
+    # The last chunk may have fewer.
     chunk_queries: int
+    # First and last (exclusive) context token of each chunk.
     contexts: list[tuple[int, int]]
+    # Boolean mask of each chunk over its context and its own slots, `[B, 1, q, context + q]`.
     masks: list[torch.Tensor]
 
     def dense(self) -> torch.Tensor:
-        """The same mask over all queries and keys, boolean `[B, 1, N * b, T + N * b]`."""
+        """The same mask over all queries and keys, boolean `[B, 1, Q, T + Q]`."""
         queries = sum(mask.shape[2] for mask in self.masks)
         dense = self.masks[0].new_zeros(self.masks[0].shape[0], 1, queries, self.num_context + queries)
-        first = 0
-        for (begin, stop), mask in zip(self.contexts, self.masks, strict=True):
-            own, after = slice(self.num_context + first, self.num_context + first + mask.shape[2]), stop - begin
-            dense[:, :, first : first + mask.shape[2], begin:stop] = mask[..., :after]
-            dense[:, :, first : first + mask.shape[2], own] = mask[..., after:]
-            first += mask.shape[2]
+        parts = dense.split(self.chunk_queries, dim=2)
+        for index, (part, (begin, stop), mask) in enumerate(zip(parts, self.contexts, self.masks, strict=True)):
+            own = self.num_context + index * self.chunk_queries
+            part[..., begin:stop] = mask[..., : stop - begin]
+            part[..., own : own + mask.shape[2]] = mask[..., stop - begin :]
         return dense
 
 
 def chunked_mask(
     mask_mod: Any, anchor_positions: torch.Tensor, document_ids: torch.Tensor, block_size: int, window: int | None
 ) -> ChunkedMask:
-    """Evaluate a predicate only where a block of the chunk can see a key.
-
-    Args:
-        mask_mod: The predicate over (batch, head, query, key) indices.
-        anchor_positions (`torch.Tensor` of shape `[B, N]`): Row indices of the anchors, -1 for unused slots; sorted
-            anchors make it fast. On a CPU, since the bounds are read.
-        document_ids (`torch.Tensor` of shape `[B, T]`): Document of each token, -1 for padding.
-        block_size: Slots per block.
-        window: Sliding window in tokens, or None.
-    """
+    """Evaluate a predicate only where a block of the chunk can see a key; on a CPU alone, since bounds are read."""
     rows, num_context = document_ids.shape
     queries = anchor_positions.shape[1] * block_size
     chunk = max(1, CHUNK_QUERIES // block_size) * block_size
-    start = document_starts(document_ids).gather(1, anchor_positions.clamp(min=0))
-    if window is not None:
-        start = torch.maximum(start, anchor_positions - window + 1)
-    start = start.masked_fill(anchor_positions < 0, num_context)
+    firsts, stops = seen_context(anchor_positions, document_ids, block_size, window)
     row_index = torch.arange(rows)[:, None, None, None]
     contexts, masks = [], []
-    for first in range(0, queries, chunk):
-        blocks = slice(first // block_size, (first + chunk) // block_size)
-        stop = max(int(anchor_positions[:, blocks].max()), 0)
-        begin = min(int(start[:, blocks].min()), stop)
-        query = torch.arange(first, min(first + chunk, queries))
+    for query in torch.arange(queries).split(chunk):
+        stop = int(stops[:, query].max())
+        begin = min(int(firsts[:, query].min()), stop)
         key = torch.cat([torch.arange(begin, stop), num_context + query])
         contexts.append((begin, stop))
         masks.append(mask_mod(row_index, torch.zeros(()), query[:, None], key))
@@ -233,39 +226,20 @@ def chunked_mask(
 def chunked_attention_forward(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: ChunkedMask, **kwargs
 ) -> tuple[torch.Tensor, None]:
-    """transformers' sdpa attention, once per chunk.
+    """transformers' sdpa attention, once per chunk of [`chunked_mask`].
 
-    Args:
-        module: The attention layer.
-        query (`torch.Tensor` of shape `[B, H, N * b, head_dim]`): Slots of all blocks.
-        key, value (`torch.Tensor` of shape `[B, H_kv, T + N * b, head_dim]`): Context, then the same slots.
-        mask: From [`chunked_mask`].
-
-    Returns:
-        `torch.Tensor` of shape `[B, N * b, H, head_dim]`, and None for the weights.
+    Queries are the slots of all blocks, `[B, H, Q, head_dim]`; keys and values are the context and then the same
+    slots, `[B, H_kv, T + Q, head_dim]`. Gives `[B, Q, H, head_dim]`, and None for the weights.
     """
     sizes = [mask.num_context, key.shape[2] - mask.num_context]
     (context_key, own_key), (context_value, own_value) = key.split(sizes, dim=2), value.split(sizes, dim=2)
     # split, unlike slices, gives one gradient of the whole instead of one per chunk.
-    parts = zip(
-        query.split(mask.chunk_queries, dim=2),
-        own_key.split(mask.chunk_queries, dim=2),
-        own_value.split(mask.chunk_queries, dim=2),
-        mask.contexts,
-        mask.masks,
-        strict=True,
-    )
-    outputs = [
-        sdpa_attention_forward(
-            module,
-            chunk_query,
-            torch.cat([context_key[:, :, begin:stop], chunk_key], dim=2),
-            torch.cat([context_value[:, :, begin:stop], chunk_value], dim=2),
-            chunk_mask,
-            **kwargs,
-        )[0]
-        for chunk_query, chunk_key, chunk_value, (begin, stop), chunk_mask in parts
-    ]
+    chunks = (tensor.split(mask.chunk_queries, dim=2) for tensor in (query, own_key, own_value))
+    outputs = []
+    for q, k, v, (begin, stop), chunk_mask in zip(*chunks, mask.contexts, mask.masks, strict=True):
+        k = torch.cat([context_key[:, :, begin:stop], k], dim=2)
+        v = torch.cat([context_value[:, :, begin:stop], v], dim=2)
+        outputs.append(sdpa_attention_forward(module, q, k, v, chunk_mask, **kwargs)[0])
     return torch.cat(outputs, dim=1), None
 
 
@@ -277,27 +251,25 @@ MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tor
 Mask = torch.Tensor | BlockMask | ChunkedMask | None
 
 
-def _mask_mod(
+def make_mask_mod(
     anchor_positions: torch.Tensor,
-    anchor_documents: torch.Tensor,
-    context_documents: torch.Tensor,
+    document_ids: torch.Tensor,
     block_size: int,
     causal: bool,
     window: int | None,
+    anchor_documents: torch.Tensor | None = None,
 ) -> MaskMod:
-    """The predicate itself, on index tensors of any broadcastable shape.
+    """The predicate: a function of (batch, head, query, key) indices that says whether the query sees the key.
 
-    Args:
-        anchor_positions (`[B, N]`): Context index at which each block starts.
-        anchor_documents (`[B, N]`): Document of each anchor; a value no context token has where the slot is unused.
-        context_documents (`[B, T]`): Document of each context token, -1 for padding.
-        block_size: Slots per block.
-        causal: Whether slot j sees only slots up to j of its block.
-        window: Keys at this distance or further are hidden; None for no window.
+    In a causal layer slot j sees only slots up to j of its block. `anchor_documents` `[B, N]` are given where anchors
+    lie behind the context. Unused blocks see only themselves, so that no query is without a key.
     """
-    num_context = context_documents.shape[1]
+    if anchor_documents is None:
+        anchor_documents = document_ids.gather(1, anchor_positions.clamp(min=0))
+        anchor_documents = anchor_documents.masked_fill(anchor_positions < 0, -2)
+    num_context = document_ids.shape[1]
     # One more column that belongs to no document lets block keys be looked up without leaving the tensor.
-    documents = torch.nn.functional.pad(context_documents, (0, 1), value=-1)
+    documents = torch.nn.functional.pad(document_ids, (0, 1), value=-1)
 
     def mask_mod(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
         block, slot = q_idx // block_size, q_idx % block_size
@@ -317,31 +289,6 @@ def _mask_mod(
     return mask_mod
 
 
-def make_mask_mod(
-    anchor_positions: torch.Tensor,
-    document_ids: torch.Tensor,
-    block_size: int,
-    causal: bool,
-    window: int | None,
-) -> MaskMod:
-    """The predicate for rows of packed documents with many anchors each.
-
-    Args:
-        anchor_positions (`torch.Tensor` of shape `[B, N]`): Row indices of the anchors, -1 for unused slots. Unused
-            blocks see only themselves, so that no query is without a key.
-        document_ids (`torch.Tensor` of shape `[B, T]`): Document of each token, -1 for padding.
-        block_size: Slots per block.
-        causal: Whether the layer is causal within a block.
-        window: Sliding window in tokens, or None.
-
-    Returns:
-        A function of (batch, head, query, key) indices that says whether the query sees the key.
-    """
-    anchor_documents = document_ids.gather(1, anchor_positions.clamp(min=0))
-    anchor_documents = anchor_documents.masked_fill(anchor_positions < 0, -2)
-    return _mask_mod(anchor_positions, anchor_documents, document_ids, block_size, causal, window)
-
-
 def materialize(
     mask_mod: MaskMod,
     implementation: str,
@@ -349,17 +296,10 @@ def materialize(
     device: torch.device,
     dtype: torch.dtype,
 ) -> torch.Tensor | BlockMask:
-    """Evaluate a predicate for one attention backend.
+    """Evaluate a predicate over (rows, queries, keys) for one attention backend.
 
-    Args:
-        mask_mod: Predicate over (batch, head, query, key) indices.
-        implementation: "sdpa" (boolean mask), "eager" (additive mask) or "flex_attention" (`BlockMask`).
-        shape: (rows, queries, keys).
-        device: Device of the mask.
-        dtype: Type of an additive mask.
-
-    Raises:
-        ValueError: For a backend that cannot express the mask.
+    "sdpa" takes a boolean mask, "eager" an additive one in `dtype`, "flex_attention" a `BlockMask`. A backend that
+    cannot express the mask is a ValueError.
     """
     rows, queries, keys = shape
     if implementation == "flex_attention":
@@ -386,19 +326,10 @@ def training_masks(
     document_ids: torch.Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Mask]:
-    """Masks for all blocks of packed rows, one per layer type of the drafter.
+    """Masks for all blocks of packed rows, by the types that the drafter's layers have.
 
     Sorted anchors make them cheap: flex attention then skips most tiles, and sdpa on a CPU works through chunks of
-    neighbouring blocks.
-
-    Args:
-        config: The drafter's [`DFlashDraftConfig`].
-        anchor_positions (`torch.Tensor` of shape `[B, N]`): Row indices of the anchors, -1 for unused slots.
-        document_ids (`torch.Tensor` of shape `[B, T]`): Document of each token, -1 for padding.
-        dtype: Type of the additive mask that eager attention wants.
-
-    Returns:
-        `{"full_attention": mask, "sliding_attention": mask}`, for the types that the drafter has.
+    neighbouring blocks. `dtype` is that of the additive mask that eager attention wants.
     """
     rows, num_anchors = anchor_positions.shape
     queries = num_anchors * config.block_size
@@ -416,17 +347,12 @@ def training_masks(
     return masks
 
 
-def _layer_kinds(config: PreTrainedConfig) -> list[tuple[str, int, bool, int | None]]:
+def _layer_kinds(config: PreTrainedConfig) -> Iterator[tuple[str, int, bool, int | None]]:
     """(layer type, its first layer, whether it is causal, its window) for each type that the drafter has."""
-    return [
-        (
-            layer_type,
-            config.layer_types.index(layer_type),
-            config.layer_is_causal(config.layer_types.index(layer_type)),
-            config.sliding_window if layer_type == "sliding_attention" else None,
-        )
-        for layer_type in dict.fromkeys(config.layer_types)
-    ]
+    for layer_type in dict.fromkeys(config.layer_types):
+        first = config.layer_types.index(layer_type)
+        window = config.sliding_window if layer_type == "sliding_attention" else None
+        yield layer_type, first, config.layer_is_causal(first), window
 
 
 def decoding_masks(
@@ -436,17 +362,14 @@ def decoding_masks(
     padding_mask: torch.Tensor | None = None,
     cache: Cache | None = None,
 ) -> dict[str, Mask]:
-    """Masks for one block right after its context, one per layer type of the drafter.
+    """Masks for one block right after its context, by layer type; None where everything is visible.
 
     Args:
         config: The drafter's [`DFlashDraftConfig`].
-        noise_embeds (`torch.Tensor` of shape `[B, Q, D]`): The block's inputs; only its shape is read.
+        noise_embeds (`torch.Tensor` of shape `[B, b, D]`): The block's inputs; only its shape is read.
         num_context: New context rows of this forward, which come after those in the cache.
-        padding_mask (`torch.Tensor` of shape `[B, cached + num_context + Q]`): 0 where a key is padding.
+        padding_mask (`torch.Tensor` of shape `[B, cached + num_context + b]`): 0 where a key is padding.
         cache: Keys and values of earlier context.
-
-    Returns:
-        `{"full_attention": mask, "sliding_attention": mask}`; None where everything is visible.
     """
     rows, block_size = noise_embeds.shape[:2]
     device = noise_embeds.device
@@ -466,7 +389,7 @@ def decoding_masks(
             seen = padding_mask[:, first_key : first_key + context].to(device=device, dtype=torch.bool)
             documents = documents.masked_fill(~seen, -1)
         anchor = torch.full((rows, 1), context, dtype=torch.long, device=device)
-        mask_mod = _mask_mod(anchor, torch.zeros_like(anchor), documents, block_size, causal, window)
+        mask_mod = make_mask_mod(anchor, documents, block_size, causal, window, torch.zeros_like(anchor))
         masks[layer_type] = materialize(
             mask_mod, config._attn_implementation, (rows, block_size, keys), device, noise_embeds.dtype
         )
@@ -474,15 +397,9 @@ def decoding_masks(
 
 
 def block_position_ids(position_ids: torch.Tensor, anchor_positions: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Append the positions of all blocks to those of the context.
+    """Positions `[B, T + Q]`: those of the context, which restart in each document, and then those of all blocks.
 
-    Args:
-        position_ids (`torch.Tensor` of shape `[B, T]`): Positions that restart in each document.
-        anchor_positions (`torch.Tensor` of shape `[B, N]`): Row indices of the anchors, -1 for unused slots.
-        block_size: Slots per block.
-
-    Returns:
-        `torch.Tensor` of shape `[B, T + N * block_size]`: slot j of a block is at its anchor's position + j.
+    Slot j of a block is at its anchor's position + j.
     """
     first = position_ids.gather(1, anchor_positions.clamp(min=0))
     slots = torch.arange(block_size, device=position_ids.device)
@@ -513,15 +430,8 @@ def whole_heads_attention(
     for each, behind its end. The last query of all heads but the first is then wrong. Keys of several heads are copied
     by transformers itself, and single queries are not expanded.
 
-    Args:
-        module: The attention layer.
-        query (`torch.Tensor` of shape `[B, H, Q, d]`): Queries.
-        key, value (`torch.Tensor` of shape `[B, 1 or more, S, d]`): Keys and values.
-        attention_mask (`torch.Tensor` of shape `[B, 1 or H, Q, S]`, *optional*): Boolean or additive mask.
-        **options: As for transformers' function.
-
-    Returns:
-        `torch.Tensor` of shape `[B, Q, H, d]`, and None for the weights.
+    Queries are `[B, H, Q, d]`, keys and values `[B, 1 or more, S, d]`, a mask `[B, 1 or H, Q, S]`. Gives
+    `[B, Q, H, d]`, and None for the weights.
     """
     heads = query.shape[1]
     if attention_mask is not None and key.is_cuda and key.shape[1] == 1 < heads and query.shape[2] > 1:
@@ -535,63 +445,3 @@ def register_sdpa_attention() -> None:
     # One that somebody else has registered stays.
     if ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward:
         AttentionInterface.register("sdpa", whole_heads_attention)
-
-
-# --- The mask of flex attention for one packed row of documents, written down from where they start.
-
-
-def earliest_keys(position_ids: torch.Tensor, window: int | None) -> torch.Tensor:
-    """First key that each query of a packed row sees; it sees all from there up to itself.
-
-    Args:
-        position_ids (`torch.Tensor` of shape `[1, N]`): Positions, restarting with each document.
-        window: Keys that a query sees, itself included; None for all of its document.
-
-    Returns:
-        `torch.Tensor` of shape `[N]`.
-    """
-    index = torch.arange(position_ids.shape[1], device=position_ids.device)
-    start = index - position_ids[0]
-    return start if window is None else torch.maximum(start, index - (window - 1))
-
-
-def document_tiles(earliest: torch.Tensor, tile: int = TILE) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tiles of queries and keys hold a visible pair, and which hold nothing else.
-
-    Args:
-        earliest (`torch.Tensor` of shape `[N]`): As [`earliest_keys`] gives it, N a multiple of `tile`.
-        tile: Queries and keys per tile.
-
-    Returns:
-        (partial, full), boolean `[N / tile, N / tile]`, disjoint.
-    """
-    # The first key never falls from one query to the next, so those of a tile see one stretch of keys together.
-    lower, upper = earliest.view(-1, tile)[:, :1], earliest.view(-1, tile)[:, -1:]
-    first = torch.arange(0, len(earliest), tile, device=earliest.device)
-    touched = (first + tile > lower) & (first <= first[:, None])
-    full = (first >= upper) & (first < first[:, None])
-    return touched & ~full, full
-
-
-def document_block_mask(position_ids: torch.Tensor, window: int | None = None, tile: int = TILE) -> BlockMask:
-    """Causal attention within documents and, if any, a window; nothing waits for the device.
-
-    Full and windowed layers differ in a tensor alone, so that one compiled kernel serves both.
-
-    Args:
-        position_ids, window: As for [`earliest_keys`].
-        tile: As for [`document_tiles`].
-    """
-    earliest = earliest_keys(position_ids, window)
-
-    def mask_mod(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
-        return (kv_idx >= earliest[q_idx]) & (kv_idx <= q_idx)
-
-    partial, full = document_tiles(earliest, tile)
-    return BlockMask.from_kv_blocks(
-        *ordered_tiles(partial[None, None]),
-        *ordered_tiles(full[None, None]),
-        BLOCK_SIZE=tile,
-        mask_mod=mask_mod,
-        seq_lengths=(len(earliest), len(earliest)),
-    )

@@ -5,6 +5,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from functools import cache, partial, wraps
 from importlib import metadata
 from itertools import groupby
@@ -52,12 +53,8 @@ def compiled_function(function: Callable[..., Any], **options: Any) -> Callable[
 
     While torch traces in one thread, modules and compiled functions that another thread calls are traced with it, or
     raise. `torch._dynamo.run` traces nothing; where nothing compiled fits it runs the function as it stands, so that
-    one begins with [`refuse_uncompiled`]. A wrapper cannot do that here: all would share its code, which the compiler
-    keeps only a few variants of.
-
-    Args:
-        function: Begins with [`refuse_uncompiled`].
-        **options: Arguments of `torch.compile`.
+    `function` begins with [`refuse_uncompiled`]. A wrapper cannot do that here: all would share its code, which the
+    compiler keeps only a few variants of. `options` are those of `torch.compile`.
     """
     made = torch.compile(function, **options)
     if made is function or torch._dynamo.config.disable:
@@ -79,11 +76,7 @@ def compiled_function(function: Callable[..., Any], **options: Any) -> Callable[
 
 
 def refuse_uncompiled() -> None:
-    """First line of a function for [`compiled_function`]: its body must not run where it had to be compiled.
-
-    Raises:
-        NotCompiled: In a thread that is ahead, when nothing compiled fits the arguments.
-    """
+    """First line of a function for [`compiled_function`]: raises NotCompiled where it had to be compiled first."""
     # In this order a compiler sees nothing of threads in it. Whether Dynamo traces this very call is asked, since
     # is_compiling is true in all threads while one compiles.
     if not torch.compiler.is_dynamo_compiling() and THREAD.run_only:
@@ -91,14 +84,7 @@ def refuse_uncompiled() -> None:
 
 
 def refuse_ahead(what: str) -> None:
-    """Leave something to the training thread.
-
-    Args:
-        what: What it is.
-
-    Raises:
-        NotCompiled: In a thread that is ahead.
-    """
+    """Leave what is named to the training thread: raises NotCompiled in a thread that is ahead."""
     if THREAD.ahead:
         raise NotCompiled(f"{what} belongs into the training thread.")
 
@@ -125,21 +111,13 @@ class Piece(NamedTuple):
 
 
 def document_pieces(document_lengths: Sequence[Sequence[int]], width: int) -> list[Piece]:
-    """Places of all documents of packed rows.
-
-    Args:
-        document_lengths: Lengths in tokens of the documents of each row, in order.
-        width: Tokens of a row.
-
-    Raises:
-        ValueError: When a row's documents are longer than the row.
-    """
+    """Places of all documents in rows of `width` tokens, by the lengths of each row's documents, in order."""
     pieces = []
     for row, lengths in enumerate(document_lengths):
         if sum(lengths) > width:
             raise ValueError(
-                f"Row {row} holds documents of {sum(lengths)} tokens together but is {width} tokens wide: the lengths "
-                "belong to other rows. Pass the document_lengths of this batch."
+                f"Row {row} holds documents of {sum(lengths)} tokens together but is {width} tokens wide. Pass the "
+                "document_lengths of this batch."
             )
         start = 0
         for length in lengths:
@@ -152,12 +130,7 @@ def document_pieces(document_lengths: Sequence[Sequence[int]], width: int) -> li
 def groups_of_similar_length(pieces: Iterable[Piece], max_tokens: int = MAX_FORWARD_TOKENS) -> Iterator[list[Piece]]:
     """Documents by falling length, in groups that one right-padded forward takes.
 
-    Args:
-        pieces: The documents.
-        max_tokens: Tokens of a group, padding included; a longer document makes a group of its own.
-
-    Returns:
-        Groups whose padding is below `MAX_PADDING` of their tokens.
+    A group has at most `max_tokens`, padding included, unless it is one document; padding is below `MAX_PADDING`.
     """
 
     def fits(longest: int, count: int, tokens: int) -> bool:
@@ -173,7 +146,7 @@ def groups_in_order(pieces: Iterable[Piece], max_tokens: int = MAX_FORWARD_TOKEN
 
 
 def _groups(pieces: Iterable[Piece], fits: Callable[[int, int, int], bool]) -> Iterator[list[Piece]]:
-    """Documents in their order, a new group wherever one more does not fit: its first length, documents and tokens."""
+    """Documents in their order; a new group begins where one more does not fit the first length, count and tokens."""
     group: list[Piece] = []
     tokens = 0
     for piece in pieces:
@@ -207,14 +180,9 @@ class PackedRow(NamedTuple):
 
 
 def packed_row(pieces: Sequence[Piece], width: int, full_length: int, device: torch.device) -> PackedRow:
-    """Pack documents into one row; everything is made on the host and copied without waiting for the device.
+    """Pack documents of rows of `width` tokens into one; made on the host, and copied without waiting for the device.
 
-    Args:
-        pieces: The documents.
-        width: Tokens of a row of the batch.
-        full_length: Tokens of a forward of all rows; the packed row gets this length wherever the padding allows it,
-            so that most forwards have one shape.
-        device: Where the target runs.
+    The row gets `full_length`, rounded up, wherever the padding allows it, so that most forwards have one shape.
     """
     num_tokens = sum(piece.length for piece in pieces)
     full = _round_up(full_length)
@@ -232,12 +200,10 @@ def packed_row(pieces: Sequence[Piece], width: int, full_length: int, device: to
     documents = torch.arange(len(lengths)).repeat_interleave(counts)
     numbers = torch.arange(len(documents)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
     tensors = (indices, positions[None], boundaries, torch.stack([documents, numbers], dim=1))
-    return PackedRow(lengths, num_tokens, *(_copied(tensor, device) for tensor in tensors))
-
-
-def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Only a copy from pinned memory leaves the host free to go on."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    if device.type == "cuda":
+        # Only a copy from pinned memory leaves the host free to go on.
+        return PackedRow(lengths, num_tokens, *(t.pin_memory().to(device, non_blocking=True) for t in tensors))
+    return PackedRow(lengths, num_tokens, *(tensor.to(device) for tensor in tensors))
 
 
 def _round_up(length: int) -> int:
@@ -263,19 +229,10 @@ def delta_kernels_available() -> bool:
 def causal_convolution(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, position_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Depthwise causal convolution that starts anew in each document.
+    """Depthwise causal convolution of `x` `[1, N, C]`, N at least W, that starts anew in each document; fp32 inside.
 
     A sum of shifted products, so that a compiler makes one kernel of it and of what surrounds it; the layout stays
-    that of the projections before and behind.
-
-    Args:
-        x (`torch.Tensor` of shape `[1, N, C]`): Inputs, N at least the kernel's width.
-        weight (`torch.Tensor` of shape `[C, 1, W]`): Kernel, its last column for the token itself.
-        bias (`torch.Tensor` of shape `[C]`, *optional*): Added to the sum.
-        position_ids (`torch.Tensor` of shape `[1, N]`): Positions in the document.
-
-    Returns:
-        `torch.Tensor` of shape `[1, N, C]` in the type of `x`, summed in fp32.
+    that of the projections before and behind. The last column of `weight` `[C, 1, W]` is for the token itself.
     """
     kernel = weight[:, 0].float()
     total = x.float() * kernel[:, -1]
@@ -293,16 +250,8 @@ def delta_rule(
 ) -> torch.Tensor:
     """Gated delta rule whose state starts anew in each document; queries and keys are normalised in it.
 
-    Args:
-        query (`torch.Tensor` of shape `[1, N, Hk, d]`): Queries.
-        key (`torch.Tensor` of shape `[1, N, Hk, d]`): Keys.
-        value (`torch.Tensor` of shape `[1, N, H, d]`): Values.
-        g (`torch.Tensor` of shape `[1, N, H]`): Logarithm of the decay.
-        beta (`torch.Tensor` of shape `[1, N, H]`): How much of a value is written.
-        row: The documents.
-
-    Returns:
-        `torch.Tensor` of shape `[1, N, H, d]`.
+    Queries and keys are `[1, N, Hk, d]`, values and the result `[1, N, H, d]`; `g` is the logarithm of the decay and
+    `beta` how much of a value is written, both `[1, N, H]`.
     """
     if query.device.type == "cuda" and delta_kernels_available():
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -349,15 +298,8 @@ def document_attention(
 ) -> torch.Tensor:
     """Causal attention of each document to itself, without a mask over the whole row.
 
-    Args:
-        query (`torch.Tensor` of shape `[1, N, H, d]`): Queries.
-        key (`torch.Tensor` of shape `[1, N, Hk, d]`): Keys.
-        value (`torch.Tensor` of shape `[1, N, Hk, d]`): Values.
-        lengths: Lengths in tokens of the documents; neighbours of one length share a call.
-        scaling: Factor of the scores; `d ** -0.5` by default.
-
-    Returns:
-        `torch.Tensor` of shape `[1, N, H, d]`.
+    Queries and the result are `[1, N, H, d]`, keys and values `[1, N, Hk, d]`. Neighbours of one length share a call.
+    Scores are multiplied by `scaling`, by default `d ** -0.5`.
     """
     outputs = []
     start = 0
@@ -379,11 +321,9 @@ def document_attention(
 IMPLEMENTATION = "dflash_documents"
 # What a layer may ask of its attention that attention within documents does not do.
 REFUSED = ("s_aux", "position_bias")
-
 REFUSED_BY_LOOP = ("sliding_window", "softcap", *REFUSED)
 # Head sizes that flex attention's kernels have on all GPUs.
 FLEX_HEAD_SIZES = range(16, 257)
-
 FLEX_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -391,44 +331,29 @@ class CannotPack(Exception):
     """The target's attention does something that the packed path does not."""
 
 
-class OneByOne:
-    """Attention within documents by one call for each run of documents of one length: right anywhere.
+def _refuse(names: tuple[str, ...], options: dict[str, Any]) -> None:
+    for name in names:
+        if options.get(name) is not None:
+            raise CannotPack(f"its attention uses {name}={options[name]}")
 
-    A GPU finishes each call before the host has launched the next.
 
-    Args:
-        row: The documents.
+def one_by_one(
+    row: PackedRow,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """Attention `[1, N, H, d]` of one layer within documents, one call for each run of documents of one length.
+
+    It is right anywhere, but a GPU finishes each call before the host has launched the next. Queries, keys and values
+    are `[1, H or Hk, N, d]`. A layer that asks for more than this can do raises CannotPack.
     """
-
-    def __init__(self, row: PackedRow):
-        self.row = row
-
-    def __call__(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None = None,
-        **options: Any,
-    ) -> torch.Tensor:
-        """Attention of one layer.
-
-        Args:
-            module: The layer's attention.
-            query, key, value (`torch.Tensor` of shape `[1, H or Hk, N, d]`): Its inputs.
-            scaling: Factor of the scores; `d ** -0.5` by default.
-            options: What else the layer asks for.
-
-        Returns:
-            `torch.Tensor` of shape `[1, N, H, d]`.
-
-        Raises:
-            CannotPack: When the layer asks for more.
-        """
-        _refuse(REFUSED_BY_LOOP, options)
-        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        return document_attention(query, key, value, self.row.lengths, scaling)
+    _refuse(REFUSED_BY_LOOP, options)
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    return document_attention(query, key, value, row.lengths, scaling)
 
 
 class AllAtOnce:
@@ -458,7 +383,7 @@ class AllAtOnce:
         softcap: float | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """Attention of one layer, as [`OneByOne`] has it, windows and soft caps included."""
+        """Attention of one layer; shapes are those of [`one_by_one`]."""
         _refuse(REFUSED, options)
         if query.shape[-1] not in FLEX_HEAD_SIZES:
             raise CannotPack(f"its heads have {query.shape[-1]} channels, which flex attention has no kernel for")
@@ -509,14 +434,14 @@ class PackedDense:
     Args:
         decoder: The text model.
         read_taps: Runs a forward of the decoder and gives the outputs of the tapped layers.
-        compiled: Whether attention is one compiled call per layer, which [`PackedDense.compiles`] must allow; the
-            first forward then takes some seconds more. Otherwise documents attend one by one.
+        compiled: Whether attention is one compiled call per layer, which takes some seconds in the first forward and
+            which [`PackedDense.compiles`] must allow. Otherwise documents attend one by one.
     """
 
     def __init__(self, decoder: nn.Module, read_taps: Callable[..., list[torch.Tensor]], compiled: bool = False):
         self.decoder: Any = decoder
         self.read_taps = read_taps
-        self.attention: Callable[[PackedRow], Callable[..., torch.Tensor]] = OneByOne
+        self.attention: Callable[[PackedRow], Callable[..., torch.Tensor]] = lambda row: partial(one_by_one, row)
         if compiled:
             self.attention = self.all_at_once(compiled_function(flex_documents))
 
@@ -543,14 +468,10 @@ class PackedDense:
         )
 
     def hidden_states(self, input_ids: torch.Tensor, row: PackedRow) -> list[torch.Tensor]:
-        """Outputs of the tapped layers, K tensors of shape `[1, N, D]`.
+        """Outputs of the tapped layers, K tensors of shape `[1, N, D]`, for token ids `[1, N]`.
 
         Positions are two-dimensional and there is no mask: three-dimensional ones, or a mask of ones, would tell
         transformers that the row is one document.
-
-        Args:
-            input_ids (`torch.Tensor` of shape `[1, N]`): Token ids.
-            row: The documents.
         """
         with _attention_within_documents(self.decoder.config):
             return self.read_taps(
@@ -571,12 +492,6 @@ def _attention_within_documents(config: Any) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = before
-
-
-def _refuse(names: tuple[str, ...], options: dict[str, Any]) -> None:
-    for name in names:
-        if options.get(name) is not None:
-            raise CannotPack(f"its attention uses {name}={options[name]}")
 
 
 def _attention(
@@ -610,7 +525,7 @@ class PackedQwen35:
         decoder: The text model.
         target_layer_ids: Taps, ascending.
         compiled: Whether to compile the layers; the first forwards then take up to a minute.
-        delta_rule: Gated delta rule to use, [`~kernels.delta_rule`] or its reference.
+        delta_rule: Gated delta rule to use, [`delta_rule`] or its reference.
         final_states: Whether to run all layers and give what the final norm gives behind the taps.
     """
 
@@ -639,16 +554,14 @@ class PackedQwen35:
         """Whether a decoder has these layers."""
         return isinstance(decoder, Qwen3_5TextModel | Qwen3_5MoeTextModel)
 
+    def tapped(self, target_layer_ids: Sequence[int]) -> "PackedQwen35":
+        """The same forward, compiled functions included, that reads other layers and ends behind the last one."""
+        other = copy(self)
+        other.target_layer_ids, other.final_states = list(target_layer_ids), False
+        return other
+
     def hidden_states(self, input_ids: torch.Tensor, row: PackedRow) -> list[torch.Tensor]:
-        """Outputs of the tapped layers.
-
-        Args:
-            input_ids (`torch.Tensor` of shape `[1, N]`): Token ids.
-            row: The documents.
-
-        Returns:
-            K tensors of shape `[1, N, D]`, K + 1 with `final_states`.
-        """
+        """Outputs of the tapped layers, K tensors `[1, N, D]`, K + 1 with `final_states`, for token ids `[1, N]`."""
         hidden_states = self.decoder.embed_tokens(input_ids)
         cos, sin = self.decoder.rotary_emb(hidden_states, row.position_ids)
         taps = []

@@ -10,7 +10,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from accelerate.state import GradientState
@@ -21,10 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from .frozen_target import FrozenTarget, FullDepth
+from .frozen_target import FrozenTarget
 from .packed_targets import THREAD, NotCompiled
 from .topology import Placement, device_map_arguments, local_world_size, place
 from .training_args import DFlashTrainingArguments
+
+
+logger = logging.get_logger(__name__)
 
 
 # --- Keeps the threads that run targets ahead out of the way while another thread compiles.
@@ -32,7 +36,6 @@ from .training_args import DFlashTrainingArguments
 
 # Where a thread stands that waits for a lock of the compiler.
 COMPILER_DOORS = (callback.__file__, convert_frame.__file__)
-
 POLL_SECONDS = 0.05
 
 
@@ -57,7 +60,11 @@ class CompileGate:
         """
         with self._changed:
             self._threads.add(thread)
-            self._install()
+            handler = torch._dynamo.callback_handler
+            if self._on_start not in handler.start_callbacks:
+                handler.register_start_callback(self._on_start)
+            if self._on_end not in handler.end_callbacks:
+                handler.register_end_callback(self._on_end)
 
     def dismiss(self, thread: threading.Thread) -> None:
         """Nothing waits for this thread any more, wherever it is; without any, compilations are as they were."""
@@ -72,8 +79,7 @@ class CompileGate:
     def ahead(self) -> Iterator[None]:
         """The region: what runs in it runs ahead, at no time together with a compilation.
 
-        Raises:
-            NotCompiled: When something in it had to be compiled first.
+        It raises NotCompiled when something in it had to be compiled first.
         """
         thread = threading.current_thread()
         with self._changed:
@@ -92,13 +98,6 @@ class CompileGate:
             with self._changed:
                 self._inside.discard(thread)
                 self._changed.notify_all()
-
-    def _install(self) -> None:
-        handler = torch._dynamo.callback_handler
-        if self._on_start not in handler.start_callbacks:
-            handler.register_start_callback(self._on_start)
-        if self._on_end not in handler.end_callbacks:
-            handler.register_end_callback(self._on_end)
 
     def _uninstall(self) -> None:
         handler = torch._dynamo.callback_handler
@@ -139,17 +138,6 @@ GATE = CompileGate()
 
 
 # --- The target's forward on its own streams, and its hidden states across to the drafter's device.
-
-
-class ContextSource(Protocol):
-    """What gives hidden states: a [`FrozenTarget`]."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def context_hidden_states(
-        self, input_ids: torch.Tensor, document_lengths: Sequence[Sequence[int]] | None = None
-    ) -> torch.Tensor: ...
 
 
 class Span:
@@ -194,16 +182,14 @@ class FeatureTransfer:
     """Runs the target and brings its hidden states to the drafter's device.
 
     Args:
-        target: The target.
+        target: Gives `context_hidden_states`, as a [`FrozenTarget`] does.
         target_devices: Where its layers are; the hidden states come out on the last one.
         device: The drafter's device.
         copies: `"peer"` copies from GPU to GPU, `"host"` goes through pinned host memory, for machines whose
             peer-to-peer copies are slow or not to be trusted.
     """
 
-    def __init__(
-        self, target: ContextSource, target_devices: Sequence[torch.device], device: torch.device, copies: str
-    ):
+    def __init__(self, target: Any, target_devices: Sequence[torch.device], device: torch.device, copies: str):
         self._target = target
         self._device = device
         self._through_host = copies == "host"
@@ -223,16 +209,17 @@ class FeatureTransfer:
         document_lengths: Sequence[Sequence[int]],
         in_order: bool = False,
     ) -> Features:
-        """Start the target on packed rows and the copy of what it gives.
+        """Start the target on packed rows `[B, T]`, best in pinned host memory, and the copy of what it gives.
 
-        Args:
-            input_ids (`torch.Tensor` of shape `[B, T]`): On the target's device or, best, in pinned host memory.
-            document_lengths: Lengths in tokens of the documents of each row.
-            in_order: Start behind all that the drafter's device has to do, so that the two halves never run at the
-                same time.
+        With `in_order` it starts behind all that the drafter's device has to do, so that the two halves never run at
+        the same time.
         """
         if not self._cuda_devices:
-            return self._run_on_host(input_ids, document_lengths)
+            span = Span(torch.device("cpu"))
+            span.mark()
+            states = self._target.context_hidden_states(input_ids, document_lengths)
+            span.mark()
+            return Features(states.to(self._device, non_blocking=True), target_span=span)
         with ExitStack() as stack:
             training = torch.cuda.current_stream(self._device)
             # The first device comes last, so that it is the current one during the forward.
@@ -247,9 +234,7 @@ class FeatureTransfer:
             produced_on = torch.cuda.current_stream(states.device)
             span.mark()
         if states.device == self._device:
-            ready = torch.cuda.Event()
-            ready.record(produced_on)
-            return Features(states, ready, span)
+            return Features(states, produced_on.record_event(), span)
         return self._copy(states, produced_on, span)
 
     def receive(self, features: Features) -> torch.Tensor:
@@ -260,13 +245,6 @@ class FeatureTransfer:
             # They were allocated for another stream, whose next allocation must not take their memory too early.
             features.states.record_stream(stream)
         return features.states
-
-    def _run_on_host(self, input_ids: torch.Tensor, document_lengths: Sequence[Sequence[int]]) -> Features:
-        span = Span(torch.device("cpu"))
-        span.mark()
-        states = self._target.context_hidden_states(input_ids, document_lengths)
-        span.mark()
-        return Features(states.to(self._device, non_blocking=True), target_span=span)
 
     def _copy(self, states: torch.Tensor, produced_on: torch.cuda.Stream, span: Span) -> Features:
         """To the drafter's device on streams of their own, so that the target's next forward does not wait."""
@@ -291,8 +269,7 @@ class FeatureTransfer:
             else:
                 arrived.copy_(states, non_blocking=True)
                 spans[0].mark(leaving)
-            ready = torch.cuda.Event()
-            ready.record(arriving)
+            ready = arriving.record_event()
         return Features(arrived, ready, span, spans)
 
 
@@ -305,8 +282,13 @@ def _stream(streams: dict[torch.device, torch.cuda.Stream], device: torch.device
 # --- Batches known before they are due, with the training loop seeing nothing of it.
 
 
-class LookAhead:
-    """Iterates over an epoch's batches, fetching `depth` more than it has handed out.
+def known_ahead(
+    batches: Iterator[dict[str, Any]],
+    depth: int,
+    gradient_state: GradientState,
+    on_fetch: Callable[[dict[str, Any]], dict[str, Any]],
+) -> Iterator[dict[str, Any]]:
+    """An epoch's batches, of which `depth` more are fetched than have been handed out.
 
     accelerate's dataloader says with its last batch that it is the last one, and the loop, the loss and the metrics
     read that. So the mark is taken off when the batch is fetched and put back when it is handed out.
@@ -317,88 +299,67 @@ class LookAhead:
         gradient_state: accelerate's state, which names the dataloader in use.
         on_fetch: Called with every batch when it is fetched, in order; gives the batch to hand out.
     """
-
-    def __init__(
-        self,
-        batches: Iterator[dict[str, Any]],
-        depth: int,
-        gradient_state: GradientState,
-        on_fetch: Callable[[dict[str, Any]], dict[str, Any]],
-    ):
-        self.batches = batches
-        self._depth = depth
-        self._gradient_state = gradient_state
-        self._on_fetch = on_fetch
-        self._waiting: deque[tuple[dict[str, Any], bool]] = deque()
-        self._dataloader: Any = None
-        self._all_fetched = False
-
-    def __iter__(self) -> "LookAhead":
-        return self
-
-    def __next__(self) -> dict[str, Any]:
-        while len(self._waiting) <= self._depth and not self._all_fetched:
-            self._fetch()
-        if not self._waiting:
+    waiting: deque[tuple[dict[str, Any], bool]] = deque()
+    dataloader: Any = None
+    all_fetched = False
+    while True:
+        while len(waiting) <= depth and not all_fetched:
+            batch = next(batches, None)
+            if batch is None:
+                all_fetched = True
+                break
+            if dataloader is None:
+                # The dataloader has made itself the active one with its first batch.
+                dataloader = gradient_state.active_dataloader
+            all_fetched = dataloader is not None and dataloader.end_of_dataloader
+            if all_fetched:
+                dataloader.end_of_dataloader = False
+            waiting.append((on_fetch(batch), all_fetched))
+        if not waiting:
             # Lets the dataloader take itself off accelerate's list.
-            next(self.batches, None)
-            raise StopIteration
-        batch, is_last = self._waiting.popleft()
-        if is_last:
-            self._dataloader.end_of_dataloader = True
-        return batch
-
-    def _fetch(self) -> None:
-        batch = next(self.batches, None)
-        if batch is None:
-            self._all_fetched = True
+            next(batches, None)
             return
-        if self._dataloader is None:
-            # The dataloader has made itself the active one with its first batch.
-            self._dataloader = self._gradient_state.active_dataloader
-        is_last = self._dataloader is not None and self._dataloader.end_of_dataloader
+        batch, is_last = waiting.popleft()
         if is_last:
-            self._dataloader.end_of_dataloader = False
-            self._all_fetched = True
-        self._waiting.append((self._on_fetch(batch), is_last))
-
-
-# --- The hidden states of a batch while they are still to come.
+            dataloader.end_of_dataloader = True
+        yield batch
 
 
 # Key of a batch under which its hidden states to come travel to the loss.
 PENDING = "pending_context"
 
 
+@dataclass(eq=False)
 class PendingContext:
-    """The hidden states of one batch, to come.
+    """The hidden states of one batch, to come; token ids and lengths of its documents are on the host."""
 
-    Args:
-        batch: A batch of [`DataCollatorForDFlash`], best on the host: on the drafter's device its token ids are only
-            known once the device has come to them.
-    """
+    input_ids: torch.Tensor
+    document_lengths: Sequence[Sequence[int]]
+    num_tokens: int
+    num_anchors: int
+    features: Features | None = None
+    error: BaseException | None = None
+    is_done: bool = False
+    is_taken: bool = False
+    # Whether the thread that runs ahead left it to the training thread, since something has to be compiled.
+    is_left: bool = False
+    # Its place among the batches that were ordered.
+    number: int = 0
+    # Where the drafter's device must be before the target starts, so that it does not run ahead of a slow drafter.
+    start_after: "torch.cuda.Event | None" = None
 
-    def __init__(self, batch: dict[str, Any]):
-        self.input_ids: torch.Tensor = batch["input_ids"].cpu()
-        self.document_lengths: Sequence[Sequence[int]] = batch["document_lengths"]
-        self.num_tokens = sum(sum(lengths) for lengths in self.document_lengths)
-        self.num_anchors = int((batch["anchor_positions"].cpu() >= 0).sum())
-        self.features: Features | None = None
-        self.error: BaseException | None = None
-        self.is_done = self.is_taken = False
-        # Whether the thread that runs ahead left it to the training thread, since something has to be compiled.
-        self.is_left = False
-        # Its place among the batches that were ordered.
-        self.number = 0
-        # Where the drafter's device must be before the target starts, so that it does not run ahead of a slow drafter.
-        self.start_after: torch.cuda.Event | None = None
+
+def pending_context(batch: dict[str, Any]) -> PendingContext:
+    """Those of a collator's batch, best on the host: a device gives its token ids when it has come to them."""
+    lengths = batch["document_lengths"]
+    num_anchors = int((batch["anchor_positions"].cpu() >= 0).sum())
+    return PendingContext(batch["input_ids"].cpu(), lengths, sum(map(sum, lengths)), num_anchors)
 
 
 # --- Where the time of a training step goes: the target, the copy, the wait for features and the drafter.
 
 
 GIGABYTE = 1e9
-
 HALVES = ("target_seconds", "drafter_seconds")
 
 
@@ -416,8 +377,8 @@ class Throughput:
         self._device = device
         self._world_size = world_size
         self._target_devices = target_devices
-        # (name, span): those that the device has not reached at one log count in the next.
-        self._spans: deque[tuple[str, Span]] = deque()
+        # (name, whether the other half rested, span): what the device has not reached at one log counts in the next.
+        self._spans: list[tuple[str, bool, Span]] = []
         self._alone: dict[str, list[float]] = {name: [] for name in HALVES}
         # Seconds per micro-batch, whose medians leave out compilation, evaluations in between and the like.
         self._recent: dict[str, deque[float]] = {name: deque(maxlen=1000) for name in HALVES}
@@ -441,15 +402,14 @@ class Throughput:
         self._end("wait_seconds", self._wait)
         self._is_alone = alone
         if features.target_span is not None:
-            self._spans.append(("alone_target_seconds" if alone else "target_seconds", features.target_span))
-        for span in features.copy_spans:
-            self._spans.append(("copy_seconds", span))
+            self._spans.append(("target_seconds", alone, features.target_span))
+        self._spans += [("copy_seconds", alone, span) for span in features.copy_spans]
         self._open = self._begin()
 
     def trained(self, step_is_over: bool) -> None:
         """The drafter has been through a micro-batch, the last one of an optimizer step or not."""
         if self._open is not None:
-            self._end("alone_drafter_seconds" if self._is_alone else "drafter_seconds", self._open)
+            self._end("drafter_seconds", self._open)
             self._open = None
         if step_is_over and self._step is not None:
             self._end("step_seconds", self._step)
@@ -468,19 +428,16 @@ class Throughput:
         """
         sums = self._read_spans()
         steps = max(self._steps, 1)
-        figures = {name: sums.get(name, 0.0) / steps for name in ("step_seconds", "wait_seconds", "copy_seconds")}
+        names = ("step_seconds", "wait_seconds", "copy_seconds", *HALVES)
+        figures = {name: sums.get(name, 0.0) / steps for name in names}
         figures["in_turn"] = self._in_turn / steps
-        for name in HALVES:
-            figures[name] = (sums.get(name, 0.0) + sums.get(f"alone_{name}", 0.0)) / steps
         if sums.get("step_seconds"):
             figures["tokens_per_second"] = self._tokens * self._world_size / sums["step_seconds"]
             figures["anchors_per_second"] = self._anchors * self._world_size / sums["step_seconds"]
         self._tokens = self._anchors = self._steps = self._in_turn = 0
-        return figures | self.alone() | self._peak_memory()
-
-    def alone(self) -> dict[str, float]:
-        """Median seconds per micro-batch of each half while the other one rested, where that was measured."""
-        return {f"{name}_alone": median(values) for name, values in self._alone.items() if values}
+        # Median seconds per micro-batch of each half while the other one rested, where that was measured.
+        figures |= {f"{name}_alone": median(values) for name, values in self._alone.items() if values}
+        return figures | self._peak_memory()
 
     def advice(self, depth: int) -> str | None:
         """One sentence: which half limits the step and what would change it; None where no step was timed."""
@@ -515,22 +472,20 @@ class Throughput:
 
     def _end(self, name: str, span: Span) -> None:
         span.mark()
-        self._spans.append((name, span))
+        self._spans.append((name, self._is_alone, span))
 
     def _read_spans(self) -> dict[str, float]:
         sums: dict[str, float] = {}
-        unread: deque[tuple[str, Span]] = deque()
-        while self._spans:
-            name, span = self._spans.popleft()
+        unread = []
+        for name, alone, span in self._spans:
             if not span.is_over:
-                unread.append((name, span))
+                unread.append((name, alone, span))
                 continue
             sums[name] = sums.get(name, 0.0) + span.seconds
-            half = name.removeprefix("alone_")
-            if half in HALVES:
-                self._recent[half].append(span.seconds)
-            if half != name:
-                self._alone[half].append(span.seconds)
+            if name in HALVES:
+                self._recent[name].append(span.seconds)
+            if name in HALVES and alone:
+                self._alone[name].append(span.seconds)
         self._spans = unread
         return sums
 
@@ -544,36 +499,8 @@ class Throughput:
         return peaks
 
 
-class ThroughputCallback(TrainerCallback):
-    """Marks the ends of micro-batches, and what is no part of a step.
-
-    Args:
-        throughput: Where to mark them.
-    """
-
-    def __init__(self, throughput: Throughput):
-        self.throughput = throughput
-
-    def on_substep_end(self, args, state, control, **kwargs):
-        self.throughput.trained(step_is_over=False)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.throughput.trained(step_is_over=True)
-
-    def on_evaluate(self, args, state, control, **kwargs):
-        self.throughput.pause()
-
-    def on_save(self, args, state, control, **kwargs):
-        self.throughput.pause()
-
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        self.throughput.pause()
-
-
 # --- The target works on later batches in a thread of its own while the drafter trains on this one.
 
-
-logger = logging.get_logger(__name__)
 
 # A forward that is under way cannot be broken off; a run does not wait longer for it to end.
 CLOSING_SECONDS = 30
@@ -621,7 +548,9 @@ class Prefetcher:
         self._alone_left = self._alone_batches
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._look_ahead: LookAhead | None = None
+        # The epoch that is read, and its batches as they are handed out.
+        self._epoch: Iterator[dict[str, Any]] | None = None
+        self._batches: Iterator[dict[str, Any]] = iter(())
         self._waiting: deque[PendingContext] = deque()
         self._running: PendingContext | None = None
         # Batches ordered, begun by the worker, and taken by the drafter or passed over.
@@ -633,23 +562,20 @@ class Prefetcher:
         # Where the drafter's device took up its last `depth` batches.
         self._taken_events: deque[torch.cuda.Event] = deque(maxlen=max(depth, 1))
 
-    def look_ahead(self, epoch_iterator: Iterator[dict[str, Any]], gradient_state: GradientState) -> LookAhead:
-        """The epoch's batches, each handed to the target `depth` batches before it is due.
-
-        Args:
-            epoch_iterator: Batches of an accelerate dataloader, on the host or on the drafter's device.
-            gradient_state: accelerate's state.
-        """
-        if self._look_ahead is None or self._look_ahead.batches is not epoch_iterator:
+    def look_ahead(
+        self, epoch_iterator: Iterator[dict[str, Any]], gradient_state: GradientState
+    ) -> Iterator[dict[str, Any]]:
+        """The batches of an accelerate dataloader's epoch, each handed to the target `depth` before it is due."""
+        if self._epoch is not epoch_iterator:
             self._discard()
-            self._look_ahead = LookAhead(epoch_iterator, self.depth, gradient_state, self._on_fetch)
-        return self._look_ahead
+            self._epoch = epoch_iterator
+            self._batches = known_ahead(epoch_iterator, self.depth, gradient_state, self._on_fetch)
+        return self._batches
 
     def context_hidden_states(self, inputs: dict[str, Any]) -> torch.Tensor:
         """Hidden states `[B, T, K * D]` of a batch on the drafter's device: those that were prefetched, or new ones.
 
-        Raises:
-            BaseException: Whatever the target raised on this batch.
+        Raises whatever the target raised on this batch.
         """
         pending = inputs.get(PENDING)
         if pending is None or pending.is_taken:
@@ -686,13 +612,13 @@ class Prefetcher:
                 logger.warning(
                     f"The target is still busy after {CLOSING_SECONDS} s; its thread ends with the process."
                 )
-        self._look_ahead = self._running = None
+        self._epoch, self._batches, self._running = None, iter(()), None
         self._alone_left = self._alone_batches
         self._forget()
 
     def _on_fetch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Order a batch's hidden states and send the rest of it to the drafter's device."""
-        pending = PendingContext(batch)
+        pending = pending_context(batch)
         batch = send_to_device(batch, self._device, non_blocking=True)
         if self.depth:
             self._start()
@@ -724,7 +650,9 @@ class Prefetcher:
         with self._changed:
             self._taken += 1
             if self._device.type == "cuda":
-                self._taken_events.append(_recorded_event(self._device))
+                # Waiting for such an event leaves the processor free.
+                event = torch.cuda.Event(blocking=True)
+                self._taken_events.append(torch.cuda.current_stream(self._device).record_event(event))
             self._changed.notify_all()
         if pending.error is not None:
             raise pending.error
@@ -844,51 +772,33 @@ class Prefetcher:
         return threading.current_thread() is self._thread
 
 
-def _recorded_event(device: torch.device) -> torch.cuda.Event:
-    """An event at the end of what a device's current stream has to do; waiting for it leaves the processor free."""
-    event = torch.cuda.Event(blocking=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
 # --- From the training arguments to a target beside each drafter: devices, prefetching, gradients between ranks.
 
 
-def placement(args: DFlashTrainingArguments) -> Placement:
-    """Devices of this process by `target_layout`, for the GPUs that it sees.
-
-    Raises:
-        ValueError: When the layout does not fit the GPUs.
-    """
-    return placements(args)[args.local_process_index]
-
-
 def placements(args: DFlashTrainingArguments) -> list[Placement]:
-    """Devices of all processes on this machine, with the target on `target_device` where that is given."""
+    """Devices of all processes on this machine, with the target on `target_device` where that is given.
+
+    A layout that does not fit the GPUs is a ValueError.
+    """
     num_visible = torch.cuda.device_count() if args.device.type == "cuda" else 0
     ranks = local_world_size(args.world_size)
+    # With a target device one GPU for each drafter is all that is left to ask of the layout.
+    layout = args.target_layout if args.target_device is None else "shared"
+    placed = [place(rank, ranks, num_visible, layout) for rank in range(ranks)]
     if args.target_device is None:
-        return [place(rank, ranks, num_visible, args.target_layout) for rank in range(ranks)]
-    # One GPU for each drafter is all that is left to ask of the layout.
+        return placed
     given = torch.device(args.target_device)
-    drafters = [place(rank, ranks, num_visible, "shared").drafter for rank in range(ranks)]
-    return [Placement("shared" if drafter == given else "paired", drafter, (given,)) for drafter in drafters]
+    return [Placement("shared" if p.drafter == given else "paired", p.drafter, (given,)) for p in placed]
 
 
 def place_target(args: DFlashTrainingArguments) -> tuple[torch.device | None, dict[str, Any]]:
-    """Where the target goes: one device, or the arguments of `from_pretrained` that spread it over several.
-
-    Raises:
-        ValueError: When the layout does not fit the GPUs.
-    """
+    """Where the target goes: one device, or the arguments of `from_pretrained` that spread it over several."""
     if args.target_device is not None:
         return torch.device(args.target_device), {}
     if args.device.type not in ("cuda", "cpu"):
         return args.device, {}
-    devices = placement(args).target
-    if len(devices) == 1:
-        return devices[0], {}
-    return None, device_map_arguments(devices)
+    devices = placements(args)[args.local_process_index].target
+    return (devices[0], {}) if len(devices) == 1 else (None, device_map_arguments(devices))
 
 
 def feature_copies(args: DFlashTrainingArguments, source: torch.device) -> str:
@@ -909,7 +819,8 @@ def make_pair(target: FrozenTarget, args: DFlashTrainingArguments) -> tuple[Pref
     last_layer = -1 if target.final_states else target.target_layer_ids[-1]
     last = next(target.layers[last_layer].parameters()).device
     devices = [device for device in devices if device != last] + [last]
-    source = FullDepth(target) if target.final_states else target
+    # Final states travel with the context, as one tensor.
+    source = SimpleNamespace(context_hidden_states=target.all_hidden_states) if target.final_states else target
     throughput = Throughput(args.device, devices, args.world_size)
     prefetcher = Prefetcher(
         FeatureTransfer(source, devices, args.device, feature_copies(args, last)),
@@ -926,7 +837,7 @@ def compress_in_bf16(state, bucket):
     return bf16_compress_hook(state, bucket)
 
 
-class PairCallback(ThroughputCallback):
+class PairCallback(TrainerCallback):
     """Times the two halves, and says at the first log and at the end which one limits the step.
 
     Args:
@@ -935,7 +846,7 @@ class PairCallback(ThroughputCallback):
     """
 
     def __init__(self, throughput: Throughput, wrapped_model: Callable[[], Any]):
-        super().__init__(throughput)
+        self.throughput = throughput
         self._wrapped_model = wrapped_model
         self._compressed: Any = None
         self._has_advised = False
@@ -946,6 +857,18 @@ class PairCallback(ThroughputCallback):
         if args.ddp_bf16_compression and isinstance(model, DistributedDataParallel) and model is not self._compressed:
             model.register_comm_hook(None, compress_in_bf16)
             self._compressed = model
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.throughput.trained(step_is_over=False)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.throughput.trained(step_is_over=True)
+
+    def _pause(self, args, state, control, **kwargs):
+        """An evaluation, a checkpoint or the start of an epoch is no part of a step."""
+        self.throughput.pause()
+
+    on_evaluate = on_save = on_epoch_begin = _pause
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not self._has_advised and "step_seconds" in (logs or {}):

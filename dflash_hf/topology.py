@@ -13,19 +13,14 @@ import torch
 
 
 FEATURE_COPIES = ("auto", "peer", "host")
-
-
 LAYOUTS = ("auto", "paired", "shared", "spread")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The devices of one process.
+    """The devices of one process: one of the drafter, and one of the target unless that is spread over several.
 
-    Args:
-        layout: `"cpu"`, `"paired"`, `"shared"` or `"spread"`.
-        drafter: Device of the drafter.
-        target: Devices of the target, one but for a target that is spread.
+    `layout` is "cpu", "paired", "shared" or "spread".
     """
 
     layout: str
@@ -45,39 +40,57 @@ def place(local_rank: int, local_world_size: int, num_visible: int, layout: str 
             V = W, paired where V >= 2W).
 
     Raises:
-        ValueError: When the layout does not fit the GPUs, naming both counts and what would fit.
+        ValueError: The layout does not fit the GPUs; names both counts and what would fit.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"target_layout is {layout!r}, expected one of {', '.join(LAYOUTS)}.")
-    if local_world_size < 1 or not 0 <= local_rank < local_world_size or num_visible < 0:
+    if not 0 <= local_rank < local_world_size or num_visible < 0:
         raise ValueError(
             f"Local rank {local_rank} of {local_world_size} with {num_visible} visible GPUs is no process: expected "
-            "0 <= local rank < local world size and no negative count. Start the processes with accelerate launch."
+            "0 <= local rank < local world size. Start the processes with accelerate launch."
         )
     if num_visible == 0:
         cpu = torch.device("cpu")
         return Placement("cpu", cpu, (cpu,))
+    asked = layout
     if layout == "auto":
-        layout = _automatic(local_world_size, num_visible)
-    needed = {"shared": 1, "paired": 2, "spread": 2}[layout] * local_world_size
-    if num_visible < needed:
-        raise ValueError(_too_few(layout, needed, local_world_size, num_visible))
-    per_rank = _targets_per_rank(layout, local_world_size, num_visible)
+        layout = "shared" if num_visible == local_world_size else "paired"
+    if num_visible < local_world_size * (1 if layout == "shared" else 2):
+        raise ValueError(_too_few(asked, local_world_size, num_visible))
+    per_rank = _targets_per_rank(local_world_size, num_visible) if layout == "spread" else 1
     first = local_rank if layout == "shared" else local_world_size + local_rank * per_rank
     targets = tuple(torch.device("cuda", first + i) for i in range(per_rank))
     return Placement(layout, torch.device("cuda", local_rank), targets)
 
 
+def _targets_per_rank(local_world_size: int, num_visible: int) -> int:
+    left = num_visible - local_world_size
+    per_rank, rest = divmod(left, local_world_size)
+    if rest:
+        raise ValueError(
+            f"{left} GPUs are left for the targets of {local_world_size} processes, which do not divide them equally. "
+            f"Make {num_visible - rest} of the {num_visible} GPUs visible (gpu_ids in the accelerate configuration, "
+            "or CUDA_VISIBLE_DEVICES)."
+        )
+    return per_rank
+
+
+def _too_few(layout: str, local_world_size: int, num_visible: int) -> str:
+    needed = {"auto": "exactly one or at least two for each", "shared": "one for each"}.get(layout, "two for each")
+    remedies = [f"--num_processes {num_visible} with target_layout=shared"]
+    if pairs := num_visible // 2:
+        remedies.insert(0, f"--num_processes {pairs} for {pairs} pair{'s' if pairs > 1 else ''} of GPUs")
+    return (
+        f"{local_world_size} processes see {num_visible} GPUs, and target_layout={layout} needs {needed}. "
+        f"Start {', or '.join(remedies)}, or make more GPUs visible; see recipes/accelerate/."
+    )
+
+
 def planned_placements(num_gpus: int, layout: str = "auto") -> list[Placement]:
     """Placements on a machine that is not here, with as many processes as the layout has use for.
 
-    Args:
-        num_gpus: GPUs of the machine.
-        layout: As for [`place`]. One process per GPU for `"shared"` and for a single GPU, one in all for `"spread"`,
-            one for every two GPUs otherwise.
-
-    Raises:
-        ValueError: When the layout does not fit so many GPUs.
+    That is one process per GPU for `"shared"` and for a single GPU, one in all for `"spread"`, and one for every two
+    GPUs otherwise. A layout that does not fit so many GPUs is a ValueError.
     """
     if num_gpus < 1:
         raise ValueError(f"There are {num_gpus} GPUs to plan for; expected at least one.")
@@ -86,20 +99,13 @@ def planned_placements(num_gpus: int, layout: str = "auto") -> list[Placement]:
 
 
 def check_world_size(world_size: int) -> None:
-    """Refuse a process that was started as one of several but trains alone.
-
-    Args:
-        world_size: Processes that train together, as the training arguments see it.
-
-    Raises:
-        ValueError: When the launcher's environment names another number.
-    """
+    """Raise a ValueError in a process that was started as one of several but trains in a group of `world_size`."""
     started = int(os.environ.get("WORLD_SIZE", 1))
     if started != world_size:
         raise ValueError(
             f"The launcher started {started} processes, but this one is in a group of {world_size}: each would train "
-            "a drafter of its own. Where there is no GPU, add --use_cpu true (ACCELERATE_USE_CPU=true in the "
-            "environment); otherwise make the training arguments before anything else asks accelerate for its state."
+            "a drafter of its own. Without a GPU, add --use_cpu true (ACCELERATE_USE_CPU=true in the environment); "
+            "otherwise make the training arguments before anything else asks accelerate for its state."
         )
 
 
@@ -109,44 +115,6 @@ def local_world_size(world_size: int) -> int:
 
 
 def device_map_arguments(devices: tuple[torch.device, ...]) -> dict:
-    """Arguments of `from_pretrained` that spread a target's layers evenly over GPUs and keep off all others.
-
-    Args:
-        devices: CUDA devices with an index.
-    """
+    """Arguments of `from_pretrained` that spread a target evenly over CUDA devices and keep off all others."""
     memory = {device.index: int(0.95 * torch.cuda.mem_get_info(device)[0]) for device in devices}
     return {"device_map": "balanced", "max_memory": memory}
-
-
-def _automatic(local_world_size: int, num_visible: int) -> str:
-    if num_visible == local_world_size:
-        return "shared"
-    if num_visible >= 2 * local_world_size:
-        return "paired"
-    raise ValueError(_too_few("auto", 2 * local_world_size, local_world_size, num_visible))
-
-
-def _targets_per_rank(layout: str, local_world_size: int, num_visible: int) -> int:
-    if layout != "spread":
-        return 1
-    per_rank, rest = divmod(num_visible - local_world_size, local_world_size)
-    if rest:
-        raise ValueError(
-            f"{num_visible - local_world_size} GPUs are left for the targets of {local_world_size} processes, which "
-            f"cannot be dealt out in equal parts: {rest} would be over. Make {num_visible - rest} of the "
-            f"{num_visible} GPUs visible (gpu_ids in the accelerate configuration, or CUDA_VISIBLE_DEVICES)."
-        )
-    return per_rank
-
-
-def _too_few(layout: str, needed: int, local_world_size: int, num_visible: int) -> str:
-    asked = "two GPUs each (or exactly one)" if layout == "auto" else f"{needed} GPUs"
-    pairs = num_visible // 2
-    remedies = [f"--num_processes {num_visible} with target_layout=shared"]
-    if pairs:
-        remedies.insert(0, f"--num_processes {pairs} for {pairs} pair{'s' if pairs > 1 else ''} of GPUs")
-    return (
-        f"{local_world_size} processes see {num_visible} GPUs, and target_layout={layout} needs {asked}: a drafter "
-        f"and its target per process. Start {', or '.join(remedies)}, or make more GPUs visible; see "
-        "recipes/accelerate/."
-    )

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
-from dflash_hf.prefetch import PENDING, FeatureTransfer, LookAhead, Prefetcher, Throughput
+from dflash_hf.prefetch import PENDING, FeatureTransfer, Prefetcher, Throughput, known_ahead
 
 
 CPU = torch.device("cpu")
@@ -120,7 +120,7 @@ def test_the_last_batch_is_marked_when_it_is_handed_out(depth, skipped):
     assert [end for _, end, _ in plain] == [False] * (3 - skipped) + [True]
     for _ in range(2):
         fetched = []
-        batches = LookAhead(iter(loader), depth, state, lambda batch, seen=fetched: seen.append(batch) or batch)
+        batches = known_ahead(iter(loader), depth, state, lambda batch, seen=fetched: seen.append(batch) or batch)
         handed_out = []
         for batch in batches:
             handed_out.append((batch["x"].tolist(), state.end_of_dataloader, state.remainder))
