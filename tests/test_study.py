@@ -200,6 +200,20 @@ def test_cached_hidden_states_are_the_targets_own(small):
     torch.testing.assert_close(cached, expected, rtol=1e-4, atol=1e-4)
 
 
+def stepped(study: Study, run: Run, start: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The drafter's weights after four steps of the study from `start`."""
+    study.drafter.load_state_dict(start)
+    study.drafter.train()
+    optimizer, scheduler = make_optimizer(run, study.drafter, False)
+    for step in range(4):
+        train_step(study, run, study.batches(run)[step], optimizer, scheduler)
+    return {name: parameter.detach().clone() for name, parameter in study.drafter.named_parameters()}
+
+
+def largest_difference(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+    return max((some[name] - others[name]).abs().max().item() for name in others)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -207,15 +221,17 @@ def test_cached_hidden_states_are_the_targets_own(small):
         {"objective": "kl", "temperature": 0.5, "muon": True, "schedule": "warmup_stable_decay"},
     ],
 )
-def test_a_step_is_the_trainers_step(small, tmp_path, settings):
+def test_s1_a_step_is_the_trainers_step(small, tmp_path, settings, monkeypatch):
+    """As near as one rounding of the first weights leaves it, whatever the CPU."""
+    # Muon's own products are in bfloat16, where one rounding changes a step by a third of itself: in float32 here.
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
     run = Run("a", steps=6, packed=True, rows=2, row_length=160, num_anchors=8, row_anchors=16, **settings)
     run = replace(run, learning_rate=3e-3, warmup=0.2, decay=0.5)
     start = small.weights(run)
-    small.drafter.load_state_dict(start)
-    small.drafter.train()
-    optimizer, scheduler = make_optimizer(run, small.drafter, False)
-    for step in range(4):
-        train_step(small, run, small.batches(run)[step], optimizer, scheduler)
+    parameters = stepped(small, run, start)
+    noise = torch.Generator().manual_seed(0)
+    rounded = {n: w * (1 + 2.0**-23 * torch.randn(w.shape, generator=noise).sign()) for n, w in start.items()}
+    rounding = largest_difference(stepped(small, run, rounded), parameters)
     twin = DFlashDraftModel(small.config)
     twin.load_state_dict(start)
     wsd = {"lr_scheduler_kwargs": {"num_decay_steps": 3}} if run.schedule != "cosine" else {}
@@ -244,11 +260,9 @@ def test_a_step_is_the_trainers_step(small, tmp_path, settings):
     trainer = DFlashTrainer(twin, small.target, arguments, train_dataset=documents)
     trainer.add_callback(_StopAfter(4))
     trainer.train()
-    moved = 0.0
-    for (name, parameter), other in zip(small.drafter.named_parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(parameter, other, rtol=1e-3, atol=2e-5, msg=name)
-        moved = max(moved, (parameter - start[name]).abs().max().item())
-    assert moved > 1e-3
+    difference = largest_difference(parameters, dict(twin.named_parameters()))
+    assert 0 < rounding < 1e-5 and difference < 8 * rounding
+    assert largest_difference(parameters, start) > 1e-3
 
 
 class _StopAfter(TrainerCallback):
