@@ -399,8 +399,9 @@ def _size_wanted(name: str, value: Any) -> str | None:
 
 def _field_types(checkpoint: Checkpoint) -> Said:
     raw = checkpoint.raw
-    # Sizes and layer types have rules of their own.
+    # Sizes and layer types have rules of their own; token ids are held against the vocabulary.
     typed = {field.name for field in dataclasses.fields(Qwen3Config)} - {*SIZES, "layer_types"}
+    typed |= {"vocab_size"} if is_integer(raw.get("vocab_size")) else set()
     given = {name: raw[name] for name in sorted(raw.keys() & typed)}
     if _type_problem(given) is not None:
         # One field at a time, since the class stops at the first.
@@ -428,6 +429,7 @@ def _field_types(checkpoint: Checkpoint) -> Said:
 
 
 def _type_problem(given: dict[str, Any]) -> str | None:
+    """What transformers' configuration class says of the type of a field."""
     try:
         Qwen3Config(**copy.deepcopy(given))
     except StrictDataclassFieldValidationError as error:
@@ -438,10 +440,12 @@ def _type_problem(given: dict[str, Any]) -> str | None:
 
 
 def _dtype_names(raw: dict[str, Any]) -> dict[str, str]:
+    """The dtype in both spellings, of transformers 5 and of 4."""
     return {n: str(raw[n]).removeprefix("torch.") for n in ("dtype", "torch_dtype") if raw.get(n) is not None}
 
 
 def _derived(name: str, raw: dict[str, Any]) -> str:
+    """A field is missing that readers do not derive alike."""
     return (
         f"{name} is missing, which readers derive in different ways where model_type is {raw.get('model_type')!r} and "
         f"use_sliding_window is {raw.get('use_sliding_window')}: write it into config.json as it was trained."
@@ -558,6 +562,7 @@ def _causality(checkpoint: Checkpoint) -> Said:
 
 def _rope_theta(checkpoint: Checkpoint) -> Said:
     raw, rope = checkpoint.raw, checkpoint.rope
+    expected = "one positive base and one kind of scaling"
     remedy = "Write rope_theta and rope_parameters with the base that the drafter was trained with."
     for name, value in rope.items():
         if not _is_flat(value):
@@ -572,8 +577,7 @@ def _rope_theta(checkpoint: Checkpoint) -> Said:
     elif not all(_is_positive(base) for base in written.values()) or len({*written.values()}) > 1 or _differ(kinds):
         bases = {name if name == "rope_theta" else f"{name}.rope_theta": base for name, base in written.items()}
         found = ", ".join(f"{name}={show(value)}" for name, value in {**rope, **bases}.items())
-        why = "Readers differ in which one they apply."
-        yield Finding(found, "one positive base and one kind of scaling", why, remedy)
+        yield Finding(found, expected, "Readers differ in which one they apply.", remedy)
     yield from _rope_refusals(rope, {name: base for name, base in written.items() if base is not None}, kinds)
 
 
@@ -588,6 +592,7 @@ def _differ(values: list[Any]) -> bool:
 
 
 def _rope_refusals(rope: dict[str, Any], bases: dict[str, Any], kinds: list[dict[str, Any]]) -> Iterator[str]:
+    """What the loader refuses: no base, several, or one that it cannot use; two kinds of scaling or an unknown one."""
     if not bases:
         yield (
             "rope_theta is missing, here and in rope_parameters: readers would fill in a base of their own. Write the "
@@ -608,10 +613,8 @@ def _rope_refusals(rope: dict[str, Any], bases: dict[str, Any], kinds: list[dict
 
 
 def _rope_in_full(checkpoint: Checkpoint) -> Said:
-    model_type, flat = (
-        checkpoint.raw.get("model_type"),
-        [value for value in checkpoint.rope.values() if _is_flat(value)],
-    )
+    model_type = checkpoint.raw.get("model_type")
+    flat = [value for value in checkpoint.rope.values() if _is_flat(value)]
     scaled = [kind for kind in map(_without_theta, flat) if kind and "rope_type" not in kind]
     if scaled:
         yield f"RoPE has {scaled[0]} and no rope_type: readers would guess or ignore them. Write rope_type."

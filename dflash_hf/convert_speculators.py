@@ -21,6 +21,7 @@ from .checkpoint_format import (
     OTHER_LAYOUTS,
     PARTIAL_ROTATION,
     PARTLY_READ,
+    SIZES,
     fetch_checkpoint,
     read_tensor_headers,
     refuse,
@@ -33,26 +34,9 @@ logger = logging.get_logger(__name__)
 
 # Fields of transformer_layer_config that their layers read, whatever model type it names: the layers are Qwen3's.
 _LAYER_FIELDS = (
-    "attention_bias",
-    "attention_dropout",
-    "bos_token_id",
-    "eos_token_id",
-    "head_dim",
-    "hidden_size",
-    "initializer_range",
-    "intermediate_size",
-    "layer_types",
-    "max_position_embeddings",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "pad_token_id",
-    "rms_norm_eps",
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    "sliding_window",
-    "vocab_size",
+    *SIZES,
+    *("attention_bias", "attention_dropout", "initializer_range", "layer_types", "rms_norm_eps", "sliding_window"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "rope_parameters", "rope_scaling", "rope_theta"),
     # Refused below unless neutral.
     *("hidden_act", EAGLE_TAPS, *PARTIAL_ROTATION, *PARTLY_READ),
 )

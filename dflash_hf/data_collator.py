@@ -148,7 +148,7 @@ def check_documents(documents: Documents, block_size: int) -> None:
     """Raises if no document has a valid anchor; warns if the answers are too short to fill half of the blocks.
 
     Raises:
-        ValueError: nothing to learn from, token ids or spans that are no whole numbers, or a span outside its
+        ValueError: nothing to learn from, token ids or spans that are not whole numbers, or a span outside its
             document, unsorted or overlapping.
     """
     check_types(documents)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents to rows: whole documents share rows of a fixed length, and rows come in another order every epoch.
+"""Documents to rows: whole documents share rows of a fixed length, and the rows are reshuffled every epoch.
 
 A document is `{"input_ids": [...], "supervised_spans": [[start, stop], ...]}`: token ids, and the half-open,
 ascending, disjoint ranges of them that the target wrote. Shapes: M documents, S spans in all of them.

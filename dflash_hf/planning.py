@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,9 +90,6 @@ class Plan:
     drafter_seconds: float
     step_seconds: float
     hours_per_epoch: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def report(self) -> str:
         """The figures as text, one a line."""

@@ -26,13 +26,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from urllib.parse import quote
 
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -525,9 +523,11 @@ class DocumentFolder:
         """Whether documents of a shard cannot be read."""
         try:
             with self.fs.open(f"{self.root}/{shard}", "rb") as raw:
-                return not all(len(batch) for batch in pq.ParquetFile(raw).iter_batches(BATCH_DOCUMENTS))
+                for _ in pq.ParquetFile(raw).iter_batches(BATCH_DOCUMENTS):
+                    pass
         except (OSError, pa.ArrowException):
             return True
+        return False
 
     def manifest(self) -> dict | None:
         """The manifest, checked; None where there is none and no run has begun."""
@@ -1031,7 +1031,7 @@ class FilesProgress:
 
 @dataclass(frozen=True)
 class Job:
-    """Makes the documents of one file after another; each process opens the file systems itself."""
+    """Makes the documents of one file after another."""
 
     address: str
     output: str
@@ -1041,18 +1041,6 @@ class Job:
     output_storage_options: dict[str, Any]
     retries: int
     retry_wait: float
-
-    @cached_property
-    def format(self) -> ChatFormat:
-        return self.options.chat_format(self.tokenizer)
-
-    @cached_property
-    def fs(self) -> fsspec.AbstractFileSystem:
-        return open_filesystem(self.address, self.storage_options)[0]
-
-    @cached_property
-    def folder(self) -> DocumentFolder:
-        return DocumentFolder(self.output, self.output_storage_options)
 
     def result(self, file: SourceFile, on_progress: OnProgress) -> dict[str, Any] | SourceError:
         """The file's record, or, after some retries, the error that keeps it from being read."""
@@ -1066,6 +1054,9 @@ class Job:
         return failure
 
     def _write(self, file: SourceFile, on_progress: OnProgress) -> dict[str, Any]:
+        # Opened by the process that uses them: connections do not survive a fork.
+        fs, _ = open_filesystem(self.address, self.storage_options)
+        folder = DocumentFolder(self.output, self.output_storage_options)
         counts, told = FileCounts(), [0, 0]
 
         def report(num_bytes: int, num_tokens: int) -> None:
@@ -1073,14 +1064,14 @@ class Job:
             told[:] = num_bytes, num_tokens
 
         def rows() -> Iterator[tuple[str, dict | RowError]]:
-            for place, row, position in read_rows(self.fs, file):
+            for place, row, position in read_rows(fs, file):
                 report(position, counts.tokens)
                 yield place, row
 
         stem = file.label.rpartition("/")[2].partition(".")[0]
+        row_tokenizer = RowTokenizer(self.options.chat_format(self.tokenizer), self.options, counts, stem)
         try:
-            chunks = RowTokenizer(self.format, self.options, counts, stem).documents(rows())
-            record = self.folder.write_shards(file, chunks, counts)
+            record = folder.write_shards(file, row_tokenizer.documents(rows()), counts)
         except SourceError:
             report(0, 0)
             raise

@@ -81,7 +81,7 @@ REFUSED = (
     Refusal(("bf16_full_eval", "fp16_full_eval"), None, "leaves the drafter no fp32 masters. Set bf16=True."),
     Refusal(("enable_jit_checkpoint",), None, "writes a checkpoint in place; SIGTERM saves one anyway. Leave it out."),
     Refusal(("neftune_noise_alpha",), None, "is noise on the target's embeddings. Use context_noise in its place."),
-    Refusal(("train_sampling_strategy",), "random", "has no effect: rows are shuffled from seed and epoch alone."),
+    Refusal(("train_sampling_strategy",), "random", "has no effect: rows are shuffled from the seed and epoch alone."),
     Refusal(("length_column_name",), "length", "has no effect: rows are packed from the lengths of the token ids."),
     Refusal(("label_smoothing_factor",), None, "has no effect on a drafter's objective. Leave it 0."),
     Refusal(("label_names",), ["labels"], "has no effect: the collator makes the labels of the blocks."),
@@ -95,7 +95,7 @@ REFUSED = (
 REFUSED_OF_ACCELERATOR = (
     Refusal(("split_batches", "dispatch_batches"), None, "would cut up batches, while each rank reads its own rows."),
     Refusal(("even_batches",), True, "would leave ranks without a last batch, for which others would wait."),
-    Refusal(("use_seedable_sampler",), True, "has no effect: rows are shuffled from seed and epoch alone."),
+    Refusal(("use_seedable_sampler",), True, "has no effect: rows are shuffled from the seed and epoch alone."),
 )
 # Arguments of [`DFlashTrainer`] that it would pass on to transformers' Trainer.
 REFUSED_OF_TRAINER = {

@@ -198,7 +198,7 @@ def dry_run(recipe: RecipeArguments, args: DFlashTrainingArguments) -> None:
     if args.process_index == 0:
         print(plan.report())
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        (Path(args.output_dir) / "dry_run.json").write_text(json.dumps(plan.to_dict(), indent=2))
+        (Path(args.output_dir) / "dry_run.json").write_text(json.dumps(asdict(plan), indent=2))
     if recipe.check_memory and gpus is not None:
         check_memory(plan, int(gpus[1] * 1e9), gpus[0])
     elif recipe.check_memory:

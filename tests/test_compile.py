@@ -72,7 +72,7 @@ def test_the_largest_row_sum_bounds_every_row_of_every_epoch():
     assert max(sums) <= bound < 2 * max(sums)
 
 
-def test_p2_fifty_batches_of_mixed_documents_compile_two_graphs():
+def test_p2_s1_fifty_batches_of_mixed_documents_compile_two_graphs():
     rows = PackedDataset(mixed_documents(120), row_length=256)
     collator = DataCollatorForDFlash(4, num_anchors=16, row_length=256, pad_anchors_to_multiple_of=64)
     drafter = random_drafter([SLIDING, SLIDING, FULL], window=8)
@@ -92,6 +92,9 @@ def test_p2_fifty_batches_of_mixed_documents_compile_two_graphs():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, "one graph per kind of layer"
     for layer in drafter.layers:
         layer._compiled_call_impl = None
+    # Uncompiled layers would call Inductor's flex attention, whose cached kernels fit the CPU that wrote them.
+    drafter.set_attn_implementation("sdpa")
+    masks = training_masks(drafter.config, anchors, documents)
     with torch.no_grad():
         expected = drafter(noise, context, masks, positions).last_hidden_state
     torch.testing.assert_close(compiled, expected, rtol=1e-5, atol=1e-5)

@@ -162,7 +162,7 @@ class CompilesInEveryStep(DFlashTrainer):
         return super().compute_loss(*args, **kwargs)
 
 
-def test_p2_a_target_that_compiles_late_changes_no_loss(tmp_path):
+def test_p2_s1_a_target_that_compiles_late_changes_no_loss(tmp_path):
     """One document a row; rows of 256, 384 and 512 tokens come as the shuffle has it."""
     generator = torch.Generator().manual_seed(0)
     lengths = [270, 300, 390, 251, 380, 480, 255]
@@ -174,9 +174,10 @@ def test_p2_a_target_that_compiles_late_changes_no_loss(tmp_path):
     for depth in (0, 2):
         torch._dynamo.reset()
         backend = CompilesInEveryStep.backend = Backend()
+        # No weight moves: on some CPUs a bfloat16 gradient rounds otherwise in each run, whatever the target does.
         trainer = make_trainer(
             tmp_path, depth, train_documents=train_documents, trainer_class=CompilesInEveryStep, row_length=500,
-            num_train_epochs=1, bf16=True,
+            num_train_epochs=1, bf16=True, learning_rate=1e-30,
         )  # fmt: skip
         in_thread(trainer.train, name="training")
         assert trainer.target._packed is not None

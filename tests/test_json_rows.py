@@ -2,6 +2,7 @@
 """Files of JSON that are not what is read: each message says what there is and which command mends it."""
 
 import json
+import os
 
 import pytest
 
@@ -50,6 +51,15 @@ def test_a_folder_with_the_name_of_a_file_is_a_folder(tmp_path):
     assert len(read_completions(f"{folder}/*.jsonl")) == 1
     with pytest.raises(FileNotFoundError, match="No such file or folder"):
         read_completions(f"{tmp_path}/*.json")
+
+
+def test_a_folder_may_hold_links_and_pipes_are_passed_over(tmp_path):
+    (tmp_path / "a.jsonl").write_text(LINE)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "b.jsonl").symlink_to(tmp_path / "a.jsonl")
+    os.mkfifo(tmp_path / "in" / "c.jsonl")
+    (row,) = read_completions(tmp_path / "in")
+    assert row[SOURCE_KEY] == f"{tmp_path}/in/b.jsonl:1"
 
 
 def test_a_field_of_any_name_is_kept(tmp_path):

@@ -133,6 +133,26 @@ def test_the_figures_of_the_trained_drafters_are_those_of_their_readme():
     assert "--output_dir outputs/study-small" in cards["b8"] and "--output_dir" not in cards["b16"]
 
 
+def test_s2_the_demos_figures_are_given_for_two_cpus():
+    """CPUs round bfloat16 otherwise, and Muon trains the demo's drafter in it: no figure is that of all machines."""
+    front, readme, card = (
+        " ".join((ROOT / path).read_text().split())
+        for path in ("README.md", "recipes/smollm2-135m/README.md", "model_cards/SmolLM2-135M-Instruct-DFlash-demo.md")
+    )
+    taus = []
+    for number, kind in ((8, "seen"), (20, "unseen")):
+        tau, low, high = re.search(rf"\| {number} {kind} \| 1.00 \| (\S+) \| (\S+) to (\S+) \|", readme).groups()
+        assert f"| {number} | {tau} | {low} to {high} |" in card
+        taus.append((float(tau), float(low), float(high)))
+    others = re.search(r"AMX .*? `make demo` came to (\S+) on seen chats and (\S+) on unseen ones", readme).groups()
+    assert "without AMX" in card and "came to {} and {}.".format(*others) in card
+    (seen, *_), (unseen, *_) = taus
+    assert (
+        f"{seen:.1f} to {float(others[0]):.1f}, by the CPU" in front and f"{unseen} to {others[1]} on others" in front
+    )
+    assert all(low <= float(other) <= high for other, (_, low, high) in zip(others, taus, strict=True))
+
+
 def test_the_shipped_drafter_knows_its_training():
     folder = ROOT / "recipes" / "smollm2-135m" / "drafter"
     assert read_facts(folder) == RECIPES["study_facts"](RECIPES["study_row"]("muon-48-small", 4040))
