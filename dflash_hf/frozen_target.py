@@ -19,13 +19,7 @@ from accelerate.hooks import remove_hook_from_module
 from huggingface_hub import ResolvedRevision
 from safetensors import SafetensorError
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import resolve_revision
 
 from .configuration_dflash import DFlashDraftConfig
@@ -98,8 +92,8 @@ def refuse_slow(config: PreTrainedConfig) -> None:
     kinds = config.get_text_config(decoder=True).to_dict().get("layer_types") or []
     if "linear_attention" in kinds and not delta_kernels_available():
         raise ValueError(
-            f"{kinds.count('linear_attention')} of the target's {len(kinds)} layers are linear attention, which is "
-            f"right but far too slow on a GPU without flash-linear-attention {LINEAR_ATTENTION_FLOOR} or newer. "
+            f"{kinds.count('linear_attention')} of the target's {len(kinds)} layers are linear attention, which runs "
+            f"far too slowly on a GPU without flash-linear-attention {LINEAR_ATTENTION_FLOOR} or newer. "
             f"`pip install 'flash-linear-attention>={LINEAR_ATTENTION_FLOOR}'`, or pass allow_slow_target=True."
         )
 
@@ -183,7 +177,7 @@ def _explained(name: str | Path) -> Iterator[None]:
         yield
     except (SafetensorError, json.JSONDecodeError) as error:
         raise OSError(
-            f"The target {str(name)!r} cannot be loaded: a file is damaged ({error}). Copy it again."
+            f"The target {str(name)!r} cannot be loaded: a file of it is damaged ({error}). Copy it again."
         ) from error
     except OSError as error:
         raise OSError(

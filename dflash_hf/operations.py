@@ -37,14 +37,10 @@ def drafter_weights(drafter: nn.Module) -> DrafterWeights:
 
 
 def passed_weights(layers: Iterable[nn.Module], config: PreTrainedConfig) -> int:
-    """Weights of a target's layers that each token passes; on the meta device too.
+    """Weights of the layers that run of a target, by what each token passes; on the meta device too.
 
     Of a mixture's routed experts these are the share that a token is sent to: transformers keeps one matrix of all
     experts, the expert its first dimension.
-
-    Args:
-        layers: Those that run.
-        config: The configuration of the target's language model.
     """
     chosen = config.to_dict().get("num_experts_per_tok")
     total = 0
@@ -96,14 +92,9 @@ def count_operations(
     Attention scores, norms, the embedding, what activation checkpointing computes again and what only fills up a chunk
     of the loss are not counted.
 
-    Args:
-        drafter: The weights of the drafter.
-        head_weights: Weights of the head.
-        num_tokens: Tokens that the target reads.
-        num_slots: Slots that the drafter computes, slot 0 of each block included.
-        num_head_slots: Slots that go through the head; all but slot 0 where a block lies within its answer.
-        compares: Whether the objective compares with the target's distribution.
-        target_weights: Weights that a token passes in the target's layers that run, by [`passed_weights`].
+    The target reads `num_tokens`, the drafter computes `num_slots`, slot 0 of each block included, and of them
+    `num_head_slots` go through the head. `compares` says whether the objective compares with the target's
+    distribution. `target_weights` are those of [`passed_weights`].
     """
     return Operations(
         target=2.0 * target_weights * num_tokens,

@@ -356,54 +356,37 @@ def one_by_one(
     return document_attention(query, key, value, row.lengths, scaling)
 
 
-class AllAtOnce:
-    """Attention within documents by one call of flex attention, whatever the documents, windows and soft caps.
+def all_at_once(
+    flex: Callable[..., torch.Tensor], layer_types: list[str] | None, window: int | None, row: PackedRow
+) -> Callable[..., torch.Tensor]:
+    """The same by one call of flex attention, whatever the documents, windows and soft caps.
 
-    Args:
-        flex: [`flex_documents`], compiled: without a compiler it would hold all scores of the row at once.
-        layer_types: Types of the target's layers by index; None where its configuration names none.
-        window: Window of the sliding ones.
-        row: The documents.
+    `flex` is [`flex_documents`], compiled: without a compiler it would hold all scores of the row at once. The types
+    of the target's layers, None where its configuration names none, and the window of the sliding ones are what
+    layers are expected to ask for.
     """
+    mask = cache(partial(document_block_mask, row.position_ids))
 
-    def __init__(
-        self, flex: Callable[..., torch.Tensor], layer_types: list[str] | None, window: int | None, row: PackedRow
-    ):
-        self.flex, self.layer_types, self.window, self.row = flex, layer_types, window, row
-        self.masks: dict[int | None, BlockMask] = {}
-
-    def __call__(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        **options: Any,
-    ) -> torch.Tensor:
-        """Attention of one layer; shapes are those of [`one_by_one`]."""
+    def attend(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None = None,
+        sliding_window: int | None = None, softcap: float | None = None, **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
         _refuse(REFUSED, options)
         if query.shape[-1] not in FLEX_HEAD_SIZES:
             raise CannotPack(f"its heads have {query.shape[-1]} channels, which flex attention has no kernel for")
-        self._check_window(module, sliding_window)
-        if sliding_window not in self.masks:
-            self.masks[sliding_window] = document_block_mask(self.row.position_ids, sliding_window)
+        if layer_types is not None:
+            # The documents of the start-up check are shorter than most windows, so a missing one is found here.
+            layer_type = layer_types[module.layer_idx]
+            expected = window if layer_type == "sliding_attention" else None
+            if sliding_window != expected:
+                raise CannotPack(
+                    f"layer {module.layer_idx} is {layer_type} and hands sliding_window={sliding_window} to its "
+                    f"attention, where {expected} is expected"
+                )
         tiles = flex_kernel_options(query.device, query.dtype, query.shape[-1])
-        return self.flex(module, query, key, value, self.masks[sliding_window], scaling, softcap, tiles)
+        return flex(module, query, key, value, mask(sliding_window), scaling, softcap, tiles)
 
-    def _check_window(self, module: Any, given: int | None) -> None:
-        """The documents of the start-up check are shorter than most windows, so a missing one is found here."""
-        if self.layer_types is None:
-            return
-        layer_type = self.layer_types[module.layer_idx]
-        expected = self.window if layer_type == "sliding_attention" else None
-        if given != expected:
-            raise CannotPack(
-                f"layer {module.layer_idx} is {layer_type} and hands sliding_window={given} to its attention, where "
-                f"{expected} is expected"
-            )
+    return attend
 
 
 def flex_documents(
@@ -445,10 +428,10 @@ class PackedDense:
         if compiled:
             self.attention = self.all_at_once(compiled_function(flex_documents))
 
-    def all_at_once(self, flex: Callable[..., torch.Tensor]) -> Callable[[PackedRow], AllAtOnce]:
-        """[`AllAtOnce`] for this target's layers, by [`flex_documents`] as some compiler made it."""
+    def all_at_once(self, flex: Callable[..., torch.Tensor]) -> Callable[[PackedRow], Callable[..., torch.Tensor]]:
+        """[`all_at_once`] for this target's layers, by [`flex_documents`] as some compiler made it."""
         fields = self.decoder.config.to_dict()
-        return partial(AllAtOnce, flex, fields.get("layer_types"), fields.get("sliding_window"))
+        return partial(all_at_once, flex, fields.get("layer_types"), fields.get("sliding_window"))
 
     @staticmethod
     def fits(decoder: nn.Module) -> bool:

@@ -204,10 +204,7 @@ class FeatureTransfer:
         return bool(self._cuda_devices) and self._device not in self._cuda_devices
 
     def run(
-        self,
-        input_ids: torch.Tensor,
-        document_lengths: Sequence[Sequence[int]],
-        in_order: bool = False,
+        self, input_ids: torch.Tensor, document_lengths: Sequence[Sequence[int]], in_order: bool = False
     ) -> Features:
         """Start the target on packed rows `[B, T]`, best in pinned host memory, and the copy of what it gives.
 
@@ -553,8 +550,8 @@ class Prefetcher:
         self._batches: Iterator[dict[str, Any]] = iter(())
         self._waiting: deque[PendingContext] = deque()
         self._running: PendingContext | None = None
-        # Batches ordered, begun by the worker, and taken by the drafter or passed over.
-        self._ordered = self._started = self._taken = 0
+        # Batches ordered, and those of them taken by the drafter or passed over.
+        self._ordered = self._taken = 0
         self._failed = False
         # The batch that the worker left to the training thread; it waits until that one has run.
         self._left: PendingContext | None = None
@@ -596,7 +593,7 @@ class Prefetcher:
         """Return when the target is at rest, so that the caller may run it or change it."""
         with self._changed:
             if not self._is_own():
-                self._wait_for(lambda: not self._running and (not self._waiting or not self._may_start()))
+                self._wait_for(lambda: not self._running and not self._may_start())
 
     def close(self) -> None:
         """Drop what was prefetched and end the thread; a later epoch starts a new one."""
@@ -634,13 +631,10 @@ class Prefetcher:
             if self._thread is not None:
                 GATE.admit(self._thread)
             # A loop that left batches out will not come back to them, so they must not keep this one waiting.
-            self._taken = pending.number
+            self._pass_over(pending.number)
             if not pending.is_done:
                 # An error that is behind this batch has been raised, and the loop goes on nevertheless.
                 self._failed = False
-            while self._waiting and self._waiting[0].number < pending.number:
-                self._waiting.popleft()
-                self._started += 1
             if self._left is not None and self._left.number < pending.number:
                 self._left = None
             self._changed.notify_all()
@@ -702,10 +696,14 @@ class Prefetcher:
             with self._changed:
                 self._alone_left -= 1
                 # This batch and the ones before it were computed by the training thread.
-                while self._waiting and self._waiting[0].number <= pending.number:
-                    self._waiting.popleft()
-                    self._started = self._taken = pending.number + 1
+                self._pass_over(pending.number + 1)
                 self._changed.notify_all()
+
+    def _pass_over(self, number: int) -> None:
+        """The drafter takes up the batch of this number next."""
+        self._taken = number
+        while self._waiting and self._waiting[0].number < number:
+            self._waiting.popleft()
 
     def _discard(self) -> None:
         """Forget batches that will not be trained on; the one under way is waited for."""
@@ -718,7 +716,7 @@ class Prefetcher:
     def _forget(self) -> None:
         self._waiting.clear()
         self._taken_events.clear()
-        self._ordered = self._started = self._taken = 0
+        self._ordered = self._taken = 0
         self._failed, self._left = False, None
 
     def _start(self) -> None:
@@ -732,7 +730,7 @@ class Prefetcher:
 
     def _may_start(self) -> bool:
         may_go_on = self._alone_left == 0 and not self._failed and self._left is None
-        return may_go_on and self._started - self._taken < self.depth
+        return may_go_on and bool(self._waiting) and self._waiting[0].number - self._taken < self.depth
 
     def _take_up_of(self, number: int) -> "torch.cuda.Event | None":
         """Where the drafter's device took up a batch, one of its last `depth`; None before there was one."""
@@ -742,13 +740,12 @@ class Prefetcher:
     def _work(self) -> None:
         while True:
             with self._changed:
-                while self._is_own() and not (self._waiting and self._may_start()):
+                while self._is_own() and not self._may_start():
                     self._changed.wait()
                 if not self._is_own():
                     return
                 pending = self._running = self._waiting.popleft()
-                pending.start_after = self._take_up_of(self._started - self.depth)
-                self._started += 1
+                pending.start_after = self._take_up_of(pending.number - self.depth)
             try:
                 if pending.start_after is not None:
                     pending.start_after.synchronize()
@@ -807,9 +804,8 @@ def feature_copies(args: DFlashTrainingArguments, source: torch.device) -> str:
         return args.feature_copies
     if os.environ.get("NCCL_P2P_DISABLE") == "1":
         return "host"
-    if source.type == args.device.type == "cuda" and source != args.device:
-        return "peer" if torch.cuda.can_device_access_peer(args.device, source) else "host"
-    return "peer"
+    is_crossing = source.type == args.device.type == "cuda" and source != args.device
+    return "host" if is_crossing and not torch.cuda.can_device_access_peer(args.device, source) else "peer"
 
 
 def make_pair(target: FrozenTarget, args: DFlashTrainingArguments) -> tuple[Prefetcher, Throughput]:
