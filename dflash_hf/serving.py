@@ -1,247 +1,215 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI-compatible servers (vLLM, SGLang): their answers, their counters, the acceptance length they reach."""
+"""OpenAI-compatible servers (vLLM, SGLang): their answers, their counters, the acceptance length they reach.
 
-import http.client
+One HTTP client asks them all. [`Server`] measures: an engine says what its verifications accepted, in counters since
+its start or in each answer. [`CompletionServer`] collects answers: many at once, each asked until it is answered.
+"""
+
 import json
 import math
 import os
 import random
 import re
-import threading
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
+from itertools import islice, zip_longest
 from typing import Any, TypeAlias
 
+import httpx2
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from .prompts import EvaluationPrompt
 
 
-# --- Requests to a server over HTTP, whose every failure says what the server did and what to do.
+logger = logging.get_logger(__name__)
 
+Group: TypeAlias = tuple[str | None, str | None]
 
-# Of a page or a whole answer, which are some kilobytes; more is something else, or never ends.
-LARGEST_PAGE = 2**26
+# Bytes of a page or an answer, which has some kilobytes; what is larger is something else, or never ends.
+LARGEST_PAGE = 2**28
+# More slots than any block has.
+MAX_SLOTS = 1024
+
+# Statuses below 500 to which a later request may get a better answer.
+RETRIED_STATUSES = (408, 409, 425, 429)
+LONGEST_WAIT = 60.0
+# Servers may ask for more patience, but not for days.
+LONGEST_RETRY_AFTER = 600.0
+# So many prompts in a row may fail by themselves after others were answered.
+FEWEST_FAILURES = 8
+
+_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
+_POSITION = re.compile(r'position="(\d+)"')
 
 
 class ServerError(RuntimeError):
-    """A server that cannot be measured; the message says why and what to do."""
+    """A server cannot be asked or measured; the message says why and what to do."""
 
 
-class PageMissing(ServerError):
-    """The server has no such page."""
+class UnusableAddress(ServerError, ValueError):
+    """No server can be asked with this address or key."""
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Leaves redirects alone: they would carry the key to another host, and turn requests into others."""
+class StatusError(ServerError):
+    """A server answered with the status of an error."""
 
-    def redirect_request(self, *args: Any) -> None:
-        return None
-
-
-def open_url(request: urllib.request.Request, timeout: float) -> Any:
-    """`urllib.request.urlopen` that takes a redirect for the error that it is to a client with a key."""
-    return urllib.request.build_opener(_NoRedirects).open(request, timeout=timeout)
-
-
-def api_key() -> str:
-    """The servers' key, from the environment variable `OPENAI_API_KEY`; empty where there is none.
-
-    Raises:
-        ValueError: It cannot be sent. The message does not repeat it.
-    """
-    # Files of variables often leave a line end on the last value.
-    key = os.environ.get("OPENAI_API_KEY", "").strip()
-    if not (key.isascii() and key.isprintable()):
-        raise ValueError("OPENAI_API_KEY holds characters that no HTTP header may hold: set it again.")
-    return key
-
-
-def check_server_address(url: str) -> None:
-    """Refuse what is no address of a server, before anything waits for an answer from there.
-
-    Raises:
-        ValueError: Saying why, without repeating what may be a secret.
-    """
-    try:
-        address = urllib.parse.urlsplit(url)
-        # Neither is repeated: it would stand in every log.
-        if "@" in address.netloc or address.query:
-            raise ValueError("The server's address holds credentials or a query: give the key as OPENAI_API_KEY.")
-        host, _ = address.hostname, address.port
-    except ValueError as error:
-        if "OPENAI_API_KEY" in str(error):
-            raise
-        raise ValueError(
-            f"{url!r} is no address of a server ({error}); give one such as http://localhost:8000."
-        ) from None
-    # HTTP has blanks and letters with accents escaped.
-    is_plain = url.isascii() and url.isprintable() and " " not in url
-    if address.scheme not in ("http", "https") or not host or not is_plain:
-        raise ValueError(f"{url!r} is no address of a server; give one such as http://localhost:8000.")
-
-
-class HttpClient:
-    """One server; the environment variable `OPENAI_API_KEY` holds its key if it has one.
-
-    Args:
-        url: Its address.
-        timeout: Seconds without a byte, or a part of the answer, after which a request has failed, and seconds that
-            a page may take.
-
-    Raises:
-        ServerError: When the address is none, and by every method when the server fails.
-    """
-
-    def __init__(self, url: str, timeout: float):
-        self.url, self.timeout = url, timeout
+    def __init__(self, address: str, response: httpx2.Response):
+        self.status, self.retry_after = response.status_code, response.headers.get("Retry-After")
         try:
-            check_server_address(url)
-            self._key = api_key()
-        except ValueError as error:
-            raise ServerError(str(error)) from None
-        if timeout <= 0:
-            raise ServerError(f"The timeout for {url} is {timeout:g} seconds; expected more than 0.")
-
-    def text(self, path: str) -> str:
-        """A page."""
-        with self.opened(path) as response:
-            return read_whole(response, self.timeout).decode()
-
-    def json(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """A page that holds a JSON object, or the answer to a body."""
-        with self.opened(path, body) as response:
-            return json_object(read_whole(response, self.timeout))
-
-    def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """The JSON of each server-sent event of a streamed answer to a body."""
-        events, last = [], time.monotonic()
-        with self.opened(path, body) as response:
-            while line := response.readline(LARGEST_PAGE):
-                field, _, value = line.decode().strip().partition(":")
-                if field == "data":
-                    last = time.monotonic()
-                    if value.strip() != "[DONE]":
-                        events.append(json_object(value))
-                # Comments keep a connection alive behind which nothing is written any more.
-                elif time.monotonic() - last > self.timeout:
-                    raise TimeoutError
-        return events
-
-    @contextmanager
-    def opened(self, path: str, body: dict[str, Any] | None = None) -> Iterator[Any]:
-        """A response while it is read, as the answer to a body if there is one."""
-        headers = {"Content-Type": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            with open_url(urllib.request.Request(self.url + path, data, headers), self.timeout) as response:
-                yield response
-        except urllib.error.HTTPError as error:
-            raise self._refused(path, error) from error
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise self._failed(path, error) from error
-
-    def _refused(self, path: str, error: urllib.error.HTTPError) -> ServerError:
-        text = start_of_body(error)
-        advice = ""
-        if error.code in (401, 403):
-            advice = " Put the server's key into the environment variable OPENAI_API_KEY."
-        if 300 <= error.code < 400:
-            advice = f" It redirects to {error.headers.get('Location')}: if that is the server, give its address."
-        kind = PageMissing if error.code == 404 else ServerError
-        return kind(f"{self.url}{path} answered with status {error.code}: {text}{advice}")
-
-    def _failed(self, path: str, error: Exception) -> ServerError:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        if isinstance(reason, TimeoutError):
-            return ServerError(
-                f"{self.url}{path} gave nothing for {self.timeout:g} seconds, or came to no end. See the server's "
-                "log, or raise the timeout."
-            )
-        if isinstance(error, urllib.error.URLError):
-            return ServerError(f"{self.url} cannot be reached ({reason}). Start the server, or correct the address.")
-        if isinstance(error, ValueError):
-            return ServerError(
-                f"{self.url}{path} answered with something else than the JSON or text that vLLM and SGLang give there "
-                f"({error}). Give the address of the engine itself, not of a gateway or a web page."
-            )
-        return ServerError(
-            f"{self.url}{path} broke off ({type(error).__name__}: {error}). See the server's log; it may have been "
-            "killed or restarted."
-        )
+            text = next(response.iter_bytes(), b"")[:500].decode(errors="replace")
+        # The status counts, also where its text does not come.
+        except httpx2.HTTPError:
+            text = ""
+        # Some gateways repeat the key that they refuse.
+        if key := response.request.headers.get("Authorization", "").removeprefix("Bearer "):
+            text = text.replace(key, "[key]")
+        self.answer = f"status {self.status}: {text}"
+        if self.status in (401, 403):
+            self.answer += " Put the server's key into the environment variable OPENAI_API_KEY."
+        if 300 <= self.status < 400:
+            location = response.headers.get("Location")
+            self.answer += f" It redirects to {location}: if that is the server, give its address."
+        super().__init__(f"{address} answered with {self.answer}")
 
 
-def read_whole(response: Any, timeout: float) -> bytes:
-    """All of a response, for which a server that dribbles on without end is not waited.
-
-    Args:
-        response: Whose head has been read.
-        timeout: Seconds that the rest may take.
-
-    Raises:
-        TimeoutError, ValueError, http.client.IncompleteRead: It has no end in time, is too large, or breaks off.
-    """
-    content, end = bytearray(), time.monotonic() + timeout
-    while part := response.read1(2**16):
-        content += part
-        if len(content) > LARGEST_PAGE:
-            raise ValueError(f"more than {LARGEST_PAGE >> 20} MiB")
-        if time.monotonic() > end:
-            raise TimeoutError(f"no end within {timeout:g} seconds")
-    # Unlike `read`, reading in parts takes a body that breaks off for a whole one.
-    if response.length:
-        raise http.client.IncompleteRead(bytes(content), response.length)
-    return bytes(content)
+class MalformedAnswer(ValueError):
+    """A page or an answer lacks something or has another form than vLLM's and SGLang's; the message says what."""
 
 
-def start_of_body(error: urllib.error.HTTPError) -> str:
-    """What a server says with an error status, as far as it comes."""
-    try:
-        return error.read(500).decode(errors="replace")
-    except (OSError, http.client.HTTPException):
-        return ""
+class AnswerError(RuntimeError):
+    """A prompt stays unanswered; the message says what the server did."""
 
 
-def json_object(text: str | bytes) -> dict[str, Any]:
-    """The JSON object in a text.
+class RefusedError(AnswerError):
+    """The server answers, but not this prompt."""
 
-    Raises:
-        ValueError: When it holds something else.
-    """
+
+def _json_object(text: bytes) -> dict[str, Any]:
     value = json.loads(text)
     if not isinstance(value, dict):
-        raise ValueError(f"expected a JSON object, got {str(text)[:80]!r}")
+        raise ValueError(f"expected a JSON object, got {text[:80]!r}")
     return value
 
 
-# --- What vLLM and SGLang say in their metrics about the drafts that they verified since their start.
+def _events(stream: bytes) -> list[dict[str, Any]]:
+    # Only these line ends: texts may hold others, such as U+2028, as they are.
+    data = [line.removeprefix(b"data:").strip() for line in stream.split(b"\n") if line.startswith(b"data:")]
+    return [_json_object(text) for text in data if text != b"[DONE]"]
+
+
+class HttpClient:
+    """Asks one server; the environment variable `OPENAI_API_KEY` holds its key if it has one.
+
+    Args:
+        url: Its address.
+        timeout: Seconds without a byte after which a request has failed, and seconds that the body of a page or each
+            event of a stream may take.
+
+    Raises:
+        UnusableAddress: The address or the key cannot be used; a secret is not repeated.
+        ServerError: By [`ask`], when the server fails.
+    """
+
+    def __init__(self, url: str, timeout: float):
+        _check_address(url)
+        # Files of variables often leave a line end on the last value.
+        key = os.environ.get("OPENAI_API_KEY", "").strip()
+        if not (key.isascii() and key.isprintable()):
+            raise UnusableAddress("OPENAI_API_KEY holds characters that no HTTP header may hold: set it again.")
+        self.url, self.timeout = url, timeout
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        # Redirects would carry the key to another host, and a connection kept open may die between two requests.
+        limits = httpx2.Limits(max_keepalive_connections=0)
+        self._client = httpx2.Client(headers=headers, timeout=timeout, limits=limits, follow_redirects=False)
+
+    def ask(
+        self, path: str, body: Mapping[str, Any] | None = None, parse: Callable[[bytes], Any] = _json_object
+    ) -> Any:
+        """What `parse` makes of a page, or of the answer to a body; it raises a ValueError for another form."""
+        address, content = self.url + path, None if body is None else json.dumps(body).encode()
+        try:
+            with self._client.stream("GET" if body is None else "POST", address, content=content) as response:
+                if not response.is_success:
+                    raise StatusError(address, response)
+                return parse(self._content(response))
+        except (TimeoutError, httpx2.TimeoutException) as error:
+            problem = f"gave nothing for {self.timeout:g} seconds, or came to no end within {self.timeout:g} seconds"
+            raise ServerError(f"{address} {problem}. See the server's log, or raise the timeout.") from error
+        except httpx2.ConnectError as error:
+            problem = f"cannot be reached ({error})"
+            raise ServerError(f"{self.url} {problem}. Start the server, or correct the address.") from error
+        except httpx2.HTTPError as error:
+            problem = f"broke off ({type(error).__name__}: {error})"
+            raise ServerError(f"{address} {problem}. See the server's log; it may have been killed.") from error
+        except ValueError as error:
+            problem = f"answered with something else than the JSON or text of vLLM and SGLang ({error})"
+            raise ServerError(f"{address} {problem}. Give the engine's own address, not a gateway's.") from error
+
+    def _content(self, response: httpx2.Response) -> bytes:
+        """All of a response; a server that dribbles on without end is not waited for."""
+        content, end = bytearray(), time.monotonic() + self.timeout
+        for part in response.iter_bytes():
+            content += part
+            # Comments keep a connection alive behind which nothing is written any more: only events count.
+            if b"data:" in part:
+                end = time.monotonic() + self.timeout
+            if len(content) > LARGEST_PAGE:
+                raise ValueError(f"more than {LARGEST_PAGE >> 20} MiB")
+            if time.monotonic() > end:
+                raise TimeoutError
+        return bytes(content)
+
+
+def _check_address(url: str) -> None:
+    """Refuse what is not the address of a server, before anything waits for an answer from there."""
+    # The address stands in messages and logs, so this one is not repeated.
+    if "@" in url or "?" in url:
+        raise UnusableAddress("The server's address holds credentials or a query: give the key as OPENAI_API_KEY.")
+    try:
+        parts = urllib.parse.urlsplit(url)
+        # A wrong port shows when it is read.
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        host = None
+    is_plain = url.isascii() and url.isprintable() and " " not in url
+    if not host or parts.scheme not in ("http", "https") or not is_plain:
+        raise UnusableAddress(f"{url!r} is no address of a server; give one such as http://localhost:8000.")
+
+
+def _at_once(
+    ask: Callable[[Any], Any], numbered: Iterable[tuple[int, Any]], concurrency: int, waits: bool
+) -> Generator[tuple[int, Future], None, None]:
+    """Numbers and results of requests as they come, at most `concurrency` at once.
+
+    Whoever closes it early starts no further one and, where it `waits`, stays until none runs.
+    """
+    remaining, threads = iter(numbered), ThreadPoolExecutor(concurrency)
+    pending: dict[Future, int] = {}
+    try:
+        while True:
+            for number, request in islice(remaining, concurrency - len(pending)):
+                pending[threads.submit(ask, request)] = number
+            if not pending:
+                return
+            for future in wait(pending, return_when=FIRST_COMPLETED).done:
+                yield pending.pop(future), future
+    finally:
+        threads.shutdown(wait=waits, cancel_futures=True)
+
+
+# --- What vLLM and SGLang say about the drafts that they verified: in metrics since their start, or in an answer.
 
 
 def or_none(value: float) -> float | None:
     """A number as JSON can hold it: None for nan."""
     return None if math.isnan(value) else value
-
-
-# More slots than any block has.
-MAX_SLOTS = 1024
-
-_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
-
-_POSITION = re.compile(r'position="(\d+)"')
-
-
-class CountersMissing(RuntimeError):
-    """The server does not say what it verified; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -264,223 +232,143 @@ class Verifications:
         return 1 + self.accepted / self.forwards if self.forwards else math.nan
 
     def since(self, before: "Verifications") -> "Verifications":
-        """What came after an earlier count."""
-        then = before.by_slot + [0.0] * (len(self.by_slot) - len(before.by_slot))
-        by_slot = [new - old for new, old in zip(self.by_slot, then, strict=True)]
+        """What came after an earlier count; a number below 0 says that the counts began anew."""
+        by_slot = [new - old for new, old in zip_longest(self.by_slot, before.by_slot, fillvalue=0)]
         return Verifications(self.forwards - before.forwards, self.accepted - before.accepted, by_slot)
-
-    def went_back(self, before: "Verifications") -> bool:
-        """Whether any count is below an earlier one."""
-        counts, then = (
-            [self.forwards, self.accepted, *self.by_slot],
-            [before.forwards, before.accepted, *before.by_slot],
-        )
-        return len(counts) < len(then) or any(new < old for new, old in zip(counts, then, strict=False))
 
     @staticmethod
     def total(parts: Iterable["Verifications"]) -> "Verifications":
         """The sum over some parts."""
         parts = list(parts)
-        slots = max((len(part.by_slot) for part in parts), default=0)
-        by_slot = [sum(part.by_slot[k] for part in parts if k < len(part.by_slot)) for k in range(slots)]
+        by_slot = [sum(counts) for counts in zip_longest(*(part.by_slot for part in parts), fillvalue=0)]
         return Verifications(sum(p.forwards for p in parts), sum(p.accepted for p in parts), by_slot)
 
 
-def count_of(value: Any, name: str) -> float:
-    """A count as a server gives it.
+def _samples(page: str) -> dict[str, list[tuple[str, float]]]:
+    """Labels and values of a Prometheus text page, by name without the ending `_total`; nan where it has no number."""
+    samples = defaultdict(list)
+    for line in page.splitlines():
+        if match := _SAMPLE.match(line):
+            name, labels, text = match.groups("")
+            try:
+                value = float(text)
+            except ValueError:
+                value = math.nan
+            samples[name.removesuffix("_total")].append((labels, value))
+    return samples
 
-    Args:
-        value: What it gives.
-        name: As what.
 
-    Raises:
-        CountersMissing: It is none.
-    """
+def _count(value: Any, name: str) -> float:
+    """A count that a server gives under a name."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise CountersMissing(f"it gives {str(value)[:40]!r} as {name}, where a count is expected. See its log.")
+        raise MalformedAnswer(f"it gives {str(value)[:40]!r} as {name}, where a count is expected. See its log.")
     return value
 
 
-def vllm_counters(page: str) -> Verifications:
-    """What a vLLM server has verified since its start.
+def _sum(samples: Mapping[str, list[tuple[str, float]]], name: str, advice: str) -> float:
+    """A counter's sum over all engines behind one address."""
+    if name not in samples:
+        raise MalformedAnswer(f"its metrics lack {name}, {advice}")
+    return sum(_count(value, name) for _, value in samples[name])
 
-    Args:
-        page: Its `/metrics`.
 
-    Raises:
-        CountersMissing: When it does not speculate, or gives what is no count.
-    """
-    samples = list(_samples(page))
-
-    def total(name: str) -> float:
-        found = [count_of(value, name) for sample, _, value in samples if sample in (name, f"{name}_total")]
-        if not found:
-            raise CountersMissing(
-                f"its metrics lack {name}, so it was started without speculation. Start it with --speculative-config "
-                "(`dflash-hf validate DRAFTER` prints the command)."
-            )
-        return sum(found)
-
-    by_slot: dict[int, float] = {}
-    for name, labels, value in samples:
-        position = _POSITION.search(labels)
-        if name.removesuffix("_total") == "vllm:spec_decode_num_accepted_tokens_per_pos" and position:
-            by_slot[int(position[1])] = by_slot.get(int(position[1]), 0) + count_of(value, name)
-    if sorted(by_slot) != list(range(len(by_slot))):
-        raise CountersMissing(f"its metrics count the slots {sorted(by_slot)[:MAX_SLOTS]}, of which some are missing.")
-    return Verifications(
-        total("vllm:spec_decode_num_drafts"),
-        total("vllm:spec_decode_num_accepted_tokens"),
-        [by_slot[k] for k in sorted(by_slot)],
+def _vllm_counters(page: str) -> Verifications:
+    """What a vLLM server has verified since its start, from its `/metrics`."""
+    samples, per_slot = _samples(page), "vllm:spec_decode_num_accepted_tokens_per_pos"
+    advice = (
+        "so it was started without speculation. Start it with --speculative-config (`dflash-hf validate DRAFTER` "
+        "prints the command)."
     )
+    by_slot: dict[int, float] = defaultdict(float)
+    for labels, value in samples.get(per_slot, []):
+        if position := _POSITION.search(labels):
+            by_slot[int(position[1])] += _count(value, per_slot)
+    if sorted(by_slot) != list(range(len(by_slot))):
+        raise MalformedAnswer(f"its metrics count the slots {sorted(by_slot)[:MAX_SLOTS]}, of which some are missing.")
+    forwards = _sum(samples, "vllm:spec_decode_num_drafts", advice)
+    accepted = _sum(samples, "vllm:spec_decode_num_accepted_tokens", advice)
+    return Verifications(forwards, accepted, [by_slot[k] for k in sorted(by_slot)])
 
 
-def sglang_counters(info: dict[str, Any], page: str | None) -> Verifications:
+def _sglang_counters(info: Mapping[str, Any], page: str) -> Verifications:
     """What an SGLang server has verified since its start.
 
-    Args:
-        info: Its `/server_info`, with the mean acceptance length since its start.
-        page: Its `/metrics`, whose numbers of tokens and requests turn the mean into counts; None without that page.
-
-    Raises:
-        CountersMissing: When the counts cannot be had.
+    Its `/server_info` gives the mean acceptance length; numbers of tokens and requests in its `/metrics` make counts
+    of it.
     """
     states = info.get("internal_states") or [{}]
     if not isinstance(states, list) or not all(isinstance(state, dict) for state in states):
-        raise CountersMissing(f"its internal_states are {str(states)[:80]!r}, where a list of objects is expected.")
+        raise MalformedAnswer(f"its internal_states are {str(states)[:80]!r}, where a list of objects is expected.")
     if len(states) > 1:
-        raise CountersMissing(f"it runs {len(states)} data-parallel workers, whose means cannot be pooled. Run one.")
-    length = count_of(states[0].get("avg_spec_accept_length") or 0, "avg_spec_accept_length")
+        raise MalformedAnswer(f"it runs {len(states)} data-parallel workers, whose means cannot be pooled. Run one.")
+    length = _count(states[0].get("avg_spec_accept_length") or 0, "avg_spec_accept_length")
     if not length:
         return Verifications()
     if length < 1:
-        raise CountersMissing(f"its avg_spec_accept_length is {length}, and each verification commits a token.")
-    samples = list(_samples(page or ""))
-    names = ("sglang:generation_tokens_total", "sglang:num_requests_total")
-    tokens, requests = ([count_of(value, name) for n, _, value in samples if n == name] for name in names)
-    if not tokens or not requests:
-        raise CountersMissing(
-            "it gives the mean acceptance length since its start and no number of tokens, so what was before cannot "
-            "be taken off. Start it with --enable-metrics."
-        )
+        raise MalformedAnswer(f"its avg_spec_accept_length is {length}, and each verification commits a token.")
+    samples = _samples(page)
+    advice = "so there is no number of tokens to take off what was before. Start it with --enable-metrics."
+    tokens, requests = (_sum(samples, f"sglang:{name}", advice) for name in ("generation_tokens", "num_requests"))
     # The first token of an answer is the prefill's.
-    verified = sum(tokens) - sum(requests)
+    verified = tokens - requests
     return Verifications(verified / length, verified - verified / length)
 
 
-def _samples(page: str) -> Iterator[tuple[str, str, float]]:
-    """Name, labels and value of each sample of a Prometheus text page."""
-    for line in page.splitlines():
-        match = _SAMPLE.match(line)
-        if match:
-            yield match[1], match[2] or "", _number(match[3])
+def _answer_content(chunks: Sequence[Mapping[str, Any]]) -> tuple[str, int, Verifications | None]:
+    """Text with its reasoning first, number of tokens, and own verifications if any, of an answer.
 
-
-def _number(text: str) -> float:
-    """A number; nan for what is none, which no count is either."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-# --- What is in an answer of vLLM or SGLang, whole or in the chunks of a stream.
-
-
-class MalformedAnswer(ValueError):
-    """An answer that has another form than vLLM's or SGLang's; the message says which part of it."""
-
-
-@dataclass(frozen=True)
-class AnswerContent:
-    """An answer.
-
-    Args:
-        text: What was written, its reasoning first.
-        num_tokens: Generated tokens, as the server counts them.
-        verifications: The answer's own, where the server tells.
-    """
-
-    text: str
-    num_tokens: int
-    verifications: Verifications | None
-
-
-def answer_content(chunks: Sequence[dict[str, Any]]) -> AnswerContent | None:
-    """What the chunks of an answer hold together; None where they break off before the server's count of tokens.
-
-    Args:
-        chunks: Those of a stream, or the whole answer as the only one.
-
-    Raises:
-        MalformedAnswer: Naming the part.
+    `chunks` are those of a stream, or the whole answer as the only one.
     """
     usages = [usage for chunk in chunks if (usage := _part(chunk, "usage", dict))]
     if not usages:
-        return None
+        raise MalformedAnswer("it breaks off before its `usage`")
     num_tokens = usages[-1].get("completion_tokens")
     if not isinstance(num_tokens, int) or isinstance(num_tokens, bool) or num_tokens < 0:
         raise MalformedAnswer(f"completion_tokens is {str(num_tokens)[:40]!r}")
     own = [verifications for chunk in chunks if (verifications := own_verifications(chunk))]
-    return AnswerContent("".join(_text(chunk) for chunk in chunks), num_tokens, own[-1] if own else None)
+    messages = [_part(c, "delta", dict) or _part(c, "message", dict) for chunk in chunks for c in _choices(chunk)]
+    names = ("reasoning_content", "reasoning", "content")
+    text = "".join(_part(message, name, str) for message in messages for name in names)
+    return text, num_tokens, own[-1] if own else None
 
 
-def own_verifications(answer: dict[str, Any]) -> Verifications | None:
-    """An answer's own verifications, from its JSON or the last chunk of its stream, where the engine gives them.
-
-    Raises:
-        MalformedAnswer: It gives them in another form.
-    """
-    try:
-        return _own_verifications(answer)
-    except CountersMissing as error:
-        raise MalformedAnswer(str(error)) from error
-
-
-def _own_verifications(answer: dict[str, Any]) -> Verifications | None:
+def own_verifications(answer: Mapping[str, Any]) -> Verifications | None:
+    """An answer's own verifications, from its JSON or the last chunk of its stream, where the engine gives them."""
     vllm = _part(_part(answer, "metrics", dict), "speculative_decoding", dict)
     if vllm:
         histogram = _part(vllm, "acceptance_histogram", dict)
         if not all(str(accepted).isdecimal() for accepted in histogram):
             raise MalformedAnswer(f"acceptance_histogram is {str(histogram)[:80]!r}")
-        forwards, accepted = (count_of(vllm.get(n), n) for n in ("num_spec_steps", "num_accepted_draft_tokens"))
+        forwards, accepted = (_count(vllm.get(n), n) for n in ("num_spec_steps", "num_accepted_draft_tokens"))
         return Verifications(forwards, accepted, _at_least({int(k): count for k, count in histogram.items()}))
     choices = _choices(answer)
     sglang = _part(answer, "meta_info", dict) or (_part(choices[0], "meta_info", dict) if choices else {})
     if "spec_verify_ct" not in sglang:
         return None
-    forwards = count_of(sglang["spec_verify_ct"], "spec_verify_ct")
-    histogram = dict(enumerate(_part(sglang, "spec_accept_histogram", list)))
-    tokens = count_of(_part(answer, "usage", dict).get("completion_tokens"), "completion_tokens")
-    # The first token is the prefill's; each verification commits one at least.
-    accepted = count_of(tokens - 1 - forwards, f"the accepted drafts of {tokens} tokens in {forwards} verifications")
-    return Verifications(forwards, accepted, _at_least(histogram))
+    forwards = _count(sglang["spec_verify_ct"], "spec_verify_ct")
+    tokens = _count(_part(answer, "usage", dict).get("completion_tokens"), "completion_tokens")
+    # The first token is the prefill's; each verification commits at least one.
+    accepted = _count(tokens - 1 - forwards, f"the accepted drafts of {tokens} tokens in {forwards} verifications")
+    return Verifications(forwards, accepted, _at_least(dict(enumerate(_part(sglang, "spec_accept_histogram", list)))))
 
 
-def _at_least(histogram: dict[int, Any]) -> list[float]:
+def _at_least(histogram: Mapping[int, Any]) -> list[float]:
     """From the number of forwards that accepted 0, 1, .. drafts: those that accepted at least 1, 2, .."""
-    counts = {accepted: count_of(count, f"forwards with {accepted} accepted") for accepted, count in histogram.items()}
+    counts = {accepted: _count(count, f"forwards with {accepted} accepted") for accepted, count in histogram.items()}
     most = max((accepted for accepted, count in counts.items() if count), default=0)
     if most > MAX_SLOTS:
         raise MalformedAnswer(f"a block of it accepted {most} drafts, more than any block has")
     return [sum(count for accepted, count in counts.items() if accepted >= k) for k in range(1, most + 1)]
 
 
-def _text(chunk: dict[str, Any]) -> str:
-    """What a chunk adds to the answer, reasoning included."""
-    messages = [_part(c, "delta", dict) or _part(c, "message", dict) for c in _choices(chunk)]
-    names = ("reasoning_content", "reasoning", "content")
-    return "".join(_part(message, name, str) for message in messages for name in names)
-
-
-def _choices(chunk: dict[str, Any]) -> list[dict[str, Any]]:
-    choices = _part(chunk, "choices", list)
+def _choices(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    choices = _part(answer, "choices", list)
     if not all(isinstance(choice, dict) for choice in choices):
         raise MalformedAnswer(f"choices is {str(choices)[:80]!r}")
     return choices
 
 
-def _part(whole: dict[str, Any], name: str, kind: type) -> Any:
+def _part(whole: Mapping[str, Any], name: str, kind: type) -> Any:
     """A part that may be missing or null, which is then empty."""
     value = whole.get(name)
     if value is not None and not isinstance(value, kind):
@@ -488,22 +376,15 @@ def _part(whole: dict[str, Any], name: str, kind: type) -> Any:
     return kind() if value is None else value
 
 
-# --- A running vLLM or SGLang server: its OpenAI-compatible API and its counters.
-
-
-logger = logging.get_logger(__name__)
+# --- Measuring a server, whatever method it speculates with.
 
 
 @dataclass(frozen=True)
 class ServedAnswer:
-    """An answer of a server.
+    """What a server wrote to a prompt, its reasoning first.
 
-    Args:
-        prompt: What was asked.
-        text: What it wrote, its reasoning first.
-        num_tokens: Generated tokens, as the server counts them.
-        seconds: From sending the request to the last token.
-        verifications: The answer's own, where the server tells.
+    `num_tokens` are those that the server counts, `seconds` go from sending the request to the last token, and
+    `verifications` are the answer's own, where the server tells.
     """
 
     prompt: EvaluationPrompt
@@ -523,28 +404,26 @@ class Server:
         model: The model to ask; by default the first that it lists.
 
     Raises:
-        ServerError: When it does not answer, is neither of the two, has no such model, or does not speculate although
-            it must.
+        ServerError: It does not answer, is neither of the two, has no such model, or does not speculate although it
+            must.
     """
 
     def __init__(self, url: str, timeout: float = 600.0, speculates: bool = True, model: str | None = None):
         self.url = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
         self._http = HttpClient(self.url, timeout)
         self.model = self._find_model(model)
-        self.engine = self._find_engine(speculates)
+        self.engine = "vllm" if "\nvllm:" in "\n" + self._metrics() else "sglang"
+        if self.engine == "sglang":
+            self._check_sglang(speculates)
+        elif speculates:
+            self.counters()
 
     def counters(self) -> Verifications:
-        """What the server has verified since its start.
-
-        Raises:
-            ServerError: When it does not say.
-        """
+        """What the server has verified since its start."""
         page = self._metrics()
         try:
-            if self.engine == "vllm":
-                return vllm_counters(page or "")
-            return sglang_counters(self._server_info() or {}, page)
-        except CountersMissing as error:
+            return _vllm_counters(page) if self.engine == "vllm" else _sglang_counters(self._server_info() or {}, page)
+        except MalformedAnswer as error:
             raise ServerError(f"{self.url} does not say what it verified: {error}") from error
 
     def settled_counters(self) -> Verifications:
@@ -561,41 +440,78 @@ class Server:
             "Measure on a server that has no other requests."
         )
 
+    def counters_or_error(self) -> Verifications | ServerError:
+        """The settled counters, or why there are none: answers may bring their own."""
+        try:
+            return self.settled_counters()
+        except ServerError as error:
+            return error
+
     def ask(self, prompt: EvaluationPrompt, settings: dict[str, Any]) -> ServedAnswer:
-        """Let it answer one prompt.
-
-        Args:
-            prompt: The prompt.
-            settings: Fields of the request, such as `max_tokens` and `temperature`.
-
-        Raises:
-            ServerError: When it answers with an error, breaks off, or takes too long.
-        """
+        """Let it answer one prompt; `settings` are fields of the request, such as `max_tokens` and `temperature`."""
         body = {"model": self.model, **request_body(prompt, settings)}
+        asked = repr(str(prompt.messages[-1].get("content"))[:60])
         # vLLM tells an answer's verifications behind its last token, SGLang in whole answers only.
         streams = self.engine == "vllm"
         body |= {"stream": True, "stream_options": {"include_usage": True}} if streams else {"return_meta_info": True}
         path, start = "/v1/chat/completions", time.perf_counter()
         try:
-            chunks = self._http.events(path, body) if streams else [self._http.json(path, body)]
+            chunks = self._http.ask(path, body, _events) if streams else [self._http.ask(path, body)]
         except ServerError as error:
-            raise ServerError(f"{error} The prompt was {_start_of(prompt)}.") from error
+            raise ServerError(f"{error} The prompt was {asked}.") from error
         seconds = time.perf_counter() - start
-        errors = [chunk["error"] for chunk in chunks if chunk.get("error")]
+        if errors := [chunk["error"] for chunk in chunks if chunk.get("error")]:
+            raise ServerError(f"{self.url} answered {asked} with an error: {errors[0]}. See the server's log.")
         try:
-            content = None if errors else answer_content(chunks)
+            text, num_tokens, verifications = _answer_content(chunks)
         except MalformedAnswer as error:
             raise ServerError(
-                f"{self.url} answered {_start_of(prompt)} in another form than vLLM and SGLang do: {error}. Give the "
-                "address of the engine itself, not of a gateway."
+                f"{self.url} answered {asked} in another form than vLLM and SGLang do: {error}. See the server's log, "
+                "or give the address of the engine itself in place of a gateway."
             ) from error
-        if content is None:
-            problem = f"an error: {errors[0]}" if errors else "an answer that breaks off before its `usage`"
-            raise ServerError(f"{self.url} answered {_start_of(prompt)} with {problem}. See the server's log.")
-        return ServedAnswer(prompt, content.text, content.num_tokens, seconds, content.verifications)
+        return ServedAnswer(prompt, text, num_tokens, seconds, verifications)
+
+    def ask_all(
+        self, prompts: Sequence[EvaluationPrompt], settings: dict[str, Any], concurrency: int, bar: tqdm
+    ) -> tuple[list[ServedAnswer], BaseException | None]:
+        """Answers in the order of their prompts, and the error or interrupt before which they came.
+
+        When it ends no request runs, so that the counters stand still.
+        """
+        answers: dict[int, ServedAnswer] = {}
+        error = None
+        requests = _at_once(lambda prompt: self.ask(prompt, settings), enumerate(prompts), concurrency, waits=True)
+        try:
+            with closing(requests):
+                for number, future in requests:
+                    answers[number] = future.result()
+                    bar.update()
+        except BaseException as stop:
+            error = stop
+        return [answers[number] for number in sorted(answers)], error
+
+    def verified(
+        self, answers: Sequence[ServedAnswer], before: Verifications | ServerError
+    ) -> tuple[Verifications, bool]:
+        """What answers took, and whether they say so themselves; `before` are the counters, or why there were none."""
+        # An answer of one token has no verification to tell of.
+        own = [answer.verifications for answer in answers if answer.verifications is not None]
+        if own and len(own) >= sum(answer.num_tokens > 1 for answer in answers):
+            return Verifications.total(own), True
+        if isinstance(before, ServerError):
+            raise before
+        after = self.settled_counters()
+        new = after.since(before)
+        if min(new.forwards, new.accepted, *new.by_slot) < 0:
+            raise ServerError(
+                f"The counters of {self.url} went back, from {before.forwards:.0f} verifications to "
+                f"{after.forwards:.0f} and from {before.accepted:.0f} accepted drafts to {after.accepted:.0f}: the "
+                "server was restarted or its counters were reset meanwhile. Measure again."
+            )
+        return new, False
 
     def _find_model(self, wanted: str | None) -> str:
-        models = self._http.json("/v1/models").get("data") or [{"id": "default"}]
+        models = self._http.ask("/v1/models").get("data") or [{"id": "default"}]
         # Adapters are listed behind the model that they adapt.
         names = [model["id"] for model in models if isinstance(model, dict) and isinstance(model.get("id"), str)]
         if not names or wanted not in (None, *names):
@@ -606,45 +522,44 @@ class Server:
             logger.warning(f"{self.url} serves {', '.join(names)}: {names[0]} is asked unless another is named.")
         return wanted or names[0]
 
-    def _find_engine(self, speculates: bool) -> str:
-        if "\nvllm:" in "\n" + (self._metrics() or ""):
-            self.engine = "vllm"
-            if speculates:
-                self.counters()
-            return "vllm"
+    def _check_sglang(self, speculates: bool) -> None:
         info = self._server_info()
         if info is None:
             raise ServerError(
                 f"{self.url} has neither vLLM's metrics (/metrics with vllm:...) nor SGLang's /server_info, so it "
                 "does not say what it verified. Give the address of the engine itself, not of a gateway before it."
             )
-        if speculates and not info.get("speculative_algorithm"):
+        algorithm = info.get("speculative_algorithm")
+        if speculates and not algorithm:
             raise ServerError(
-                f"{self.url} is an SGLang server without speculation (its speculative_algorithm is "
-                f"{info.get('speculative_algorithm')}). Start it with --speculative-algorithm (`dflash-hf validate "
-                "DRAFTER` prints the command)."
+                f"{self.url} is an SGLang server without speculation (its speculative_algorithm is {algorithm}). "
+                "Start it with --speculative-algorithm (`dflash-hf validate DRAFTER` prints the command)."
             )
-        return "sglang"
 
-    def _metrics(self) -> str | None:
-        try:
-            return self._http.text("/metrics")
-        except PageMissing:
-            return None
+    def _metrics(self) -> str:
+        return self._first(["/metrics"], bytes.decode) or ""
 
     def _server_info(self) -> dict[str, Any] | None:
         # Older releases know the longer name alone.
-        for path in ("/server_info", "/get_server_info"):
+        return self._first(["/server_info", "/get_server_info"], _json_object)
+
+    def _first(self, paths: Sequence[str], parse: Callable[[bytes], Any]) -> Any:
+        """The first of some pages that the server has; None where it has none of them."""
+        for path in paths:
             try:
-                return self._http.json(path)
-            except PageMissing:
-                continue
+                return self._http.ask(path, None, parse)
+            except StatusError as error:
+                if error.status != 404:
+                    raise
         return None
 
 
 def request_body(prompt: EvaluationPrompt, settings: dict[str, Any]) -> dict[str, Any]:
     """A prompt as servers take it: the arguments of earlier tool calls as JSON, its own template arguments on top."""
-    body: dict[str, Any] = {**settings, "messages": [_with_json_arguments(message) for message in prompt.messages]}
+    body: dict[str, Any] = {**settings, "messages": [dict(message) for message in prompt.messages]}
+    for message in body["messages"]:
+        if "tool_calls" in message:
+            message["tool_calls"] = [_with_json_arguments(call) for call in message["tool_calls"]]
     if prompt.tools:
         body["tools"] = prompt.tools
     if prompt.template_kwargs:
@@ -652,27 +567,11 @@ def request_body(prompt: EvaluationPrompt, settings: dict[str, Any]) -> dict[str
     return body
 
 
-def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    if "tool_calls" not in message:
-        return message
-    calls = [dict(call) for call in message["tool_calls"]]
-    for call in calls:
-        call["function"] = function = dict(call.get("function", call))
-        if not isinstance(function.get("arguments"), str):
-            function["arguments"] = json.dumps(function.get("arguments") or {})
-    return {**message, "tool_calls": calls}
-
-
-def _start_of(prompt: EvaluationPrompt) -> str:
-    """The first words of a prompt's last message."""
-    text = str(prompt.messages[-1].get("content"))
-    return repr(text if len(text) <= 60 else text[:60] + "...")
-
-
-# --- The acceptance length of a running vLLM or SGLang server, whatever method it speculates with.
-
-
-Group: TypeAlias = tuple[str | None, str | None]
+def _with_json_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    function = dict(call.get("function", call))
+    if not isinstance(function.get("arguments"), str):
+        function["arguments"] = json.dumps(function.get("arguments") or {})
+    return {**call, "function": function}
 
 
 @dataclass(frozen=True)
@@ -684,7 +583,7 @@ class ServerReport:
         model: Its model.
         per_request: Whether the verifications are the answers' own, not the server's counters.
         answers: All answers.
-        seconds: Time from the first request to the last answer.
+        seconds: Time in which they were asked.
         groups: Verifications by (source, language).
     """
 
@@ -693,7 +592,20 @@ class ServerReport:
     per_request: bool
     answers: list[ServedAnswer]
     seconds: float
-    groups: dict[tuple[str | None, str | None], Verifications]
+    groups: dict[Group, Verifications]
+
+    def with_group(
+        self, answers: list[ServedAnswer], seconds: float, verifications: Verifications, per_request: bool
+    ) -> "ServerReport":
+        """The report with the answers to prompts of one more source and language."""
+        key = answers[0].prompt.source, answers[0].prompt.language
+        return replace(
+            self,
+            per_request=self.per_request and per_request,
+            answers=self.answers + answers,
+            seconds=self.seconds + seconds,
+            groups={**self.groups, key: verifications},
+        )
 
     @property
     def verifications(self) -> Verifications:
@@ -745,122 +657,33 @@ def measure_server(
             or an interrupt.
 
     Raises:
-        ServerError: When the server counts nothing or anew, breaks off, or takes too long.
-        ValueError: When there is no prompt or no request at a time.
+        ServerError: The server counts nothing or anew, breaks off, or takes too long.
+        ValueError: There is no prompt or no request at a time.
     """
     if not prompts or concurrency < 1:
         raise ValueError(f"There are {len(prompts)} prompts and concurrency is {concurrency}; expected at least 1.")
-    by_group: dict[Group, list[EvaluationPrompt]] = {}
+    by_group: dict[Group, list[EvaluationPrompt]] = defaultdict(list)
     for prompt in prompts:
-        by_group.setdefault((prompt.source, prompt.language), []).append(prompt)
+        by_group[prompt.source, prompt.language].append(prompt)
     report = ServerReport(server.engine, server.model, True, [], 0.0, {})
     with tqdm(total=len(prompts), desc="asking", unit="prompt", disable=not progress) as bar:
-        for key, group in by_group.items():
-            before, start, own, whole = _counters(server), time.perf_counter(), [], False
+        for group in by_group.values():
+            before, start = server.counters_or_error(), time.perf_counter()
+            answers, error = server.ask_all(group, settings, concurrency, bar)
+            seconds = time.perf_counter() - start
             try:
-                with closing(_asked(server, group, settings, concurrency)) as asked:
-                    for answer in asked:
-                        own.append(answer)
-                        bar.update()
-                whole = True
-            finally:
-                seconds = time.perf_counter() - start
-                report = _with_group(server, report, key, own, before, seconds, whole)
-                if keep is not None and report.answers:
-                    keep(report)
+                if answers:
+                    report = report.with_group(answers, seconds, *server.verified(answers, before))
+            except ServerError as uncounted:
+                if error is None:
+                    raise
+                logger.warning(f"{len(answers)} answers before an error are left out, not being counted: {uncounted}")
+            if keep is not None and report.answers:
+                keep(report)
+            if error is not None:
+                raise error
     _check_counts(server, report)
     return report
-
-
-def _asked(
-    server: Server, prompts: Sequence[EvaluationPrompt], settings: dict[str, Any], concurrency: int
-) -> Generator[ServedAnswer, None, None]:
-    """Answers in the order of their prompts; when it ends no request runs, so that the counters stand still."""
-    stopped = threading.Event()
-
-    def ask(prompt: EvaluationPrompt) -> ServedAnswer:
-        if stopped.is_set():
-            raise ServerError("Not asked, since a request before has failed.")
-        try:
-            return server.ask(prompt, settings)
-        except BaseException:
-            stopped.set()
-            raise
-
-    with ThreadPoolExecutor(concurrency) as pool:
-        try:
-            yield from pool.map(ask, prompts)
-        finally:
-            stopped.set()
-
-
-def _with_group(
-    server: Server,
-    report: ServerReport,
-    key: Group,
-    answers: list[ServedAnswer],
-    before: Verifications | ServerError,
-    seconds: float,
-    whole: bool,
-) -> ServerReport:
-    """The report with a group of answers, or as it was where answers before an error cannot be counted."""
-    try:
-        counted, per_request = _verifications(server, answers, before) if answers else (Verifications(), True)
-    except ServerError as error:
-        if whole:
-            raise
-        logger.warning(f"{len(answers)} answers before an error are left out, since they cannot be counted: {error}")
-        return report
-    return replace(
-        report,
-        per_request=report.per_request and per_request,
-        answers=report.answers + answers,
-        seconds=report.seconds + seconds,
-        groups={**report.groups, key: counted} if answers else report.groups,
-    )
-
-
-def plain_tokens_per_second(
-    server: Server,
-    prompts: Sequence[EvaluationPrompt],
-    settings: dict[str, Any],
-    concurrency: int = 1,
-    progress: bool = True,
-) -> float:
-    """Generated tokens per second of a server that need not speculate; arguments as for [`measure_server`]."""
-    start = time.perf_counter()
-    with closing(_asked(server, prompts, settings, concurrency)) as asked:
-        bar = tqdm(asked, total=len(prompts), desc="asking plainly", unit="prompt", disable=not progress)
-        num_tokens = sum(answer.num_tokens for answer in bar)
-    return num_tokens / (time.perf_counter() - start)
-
-
-def _counters(server: Server) -> Verifications | ServerError:
-    """The counters, or why there are none: answers may bring their own."""
-    try:
-        return server.settled_counters()
-    except ServerError as error:
-        return error
-
-
-def _verifications(
-    server: Server, answers: list[ServedAnswer], before: Verifications | ServerError
-) -> tuple[Verifications, bool]:
-    """What a group of answers took, and whether the answers themselves say so."""
-    # An answer of one token has no verification to tell of.
-    own = [answer.verifications for answer in answers if answer.verifications is not None]
-    if own and len(own) >= sum(answer.num_tokens > 1 for answer in answers):
-        return Verifications.total(own), True
-    if isinstance(before, ServerError):
-        raise before
-    after = server.settled_counters()
-    if after.went_back(before):
-        raise ServerError(
-            f"The counters of {server.url} went back, from {before.forwards:.0f} verifications to "
-            f"{after.forwards:.0f} and from {before.accepted:.0f} accepted drafts to {after.accepted:.0f}: the server "
-            "was restarted or its counters were reset meanwhile. Measure again."
-        )
-    return after.since(before), False
 
 
 def _check_counts(server: Server, report: ServerReport) -> None:
@@ -881,28 +704,21 @@ def _check_counts(server: Server, report: ServerReport) -> None:
         )
 
 
-# --- Asking an OpenAI-compatible server (vLLM, SGLang) for chat completions: many at once, each until it is answered.
+def plain_tokens_per_second(
+    server: Server, prompts: Sequence[EvaluationPrompt], settings: dict[str, Any], concurrency: int = 1
+) -> float:
+    """Generated tokens per second of a server that need not speculate; arguments as for [`measure_server`]."""
+    start = time.perf_counter()
+    with tqdm(total=len(prompts), desc="asking plainly", unit="prompt") as bar:
+        answers, error = server.ask_all(prompts, settings, concurrency, bar)
+    if error is not None:
+        raise error
+    return sum(answer.num_tokens for answer in answers) / (time.perf_counter() - start)
 
 
-# Answers that a later request may turn into a better one.
-RETRIED_STATUSES = (408, 409, 425, 429)
-
-LONGEST_WAIT = 60.0
-# Servers may ask for more patience, but not for days.
-LONGEST_RETRY_AFTER = 600.0
-# So many prompts in a row may fail by themselves after others were answered.
-FEWEST_FAILURES = 8
+# --- Collecting answers: many at once, each asked until it is answered.
 
 
-class AnswerError(RuntimeError):
-    """A prompt stays unanswered; says what the server did."""
-
-
-class RefusedError(AnswerError):
-    """The server answers, but not this prompt."""
-
-
-@dataclass(frozen=True)
 class CompletionServer:
     """A server and how patiently it is asked.
 
@@ -913,17 +729,12 @@ class CompletionServer:
         first_wait: Seconds before the first retry, doubled for each further one, unless the server says how long.
 
     Raises:
-        ValueError: The address is none of HTTP or holds credentials, or OPENAI_API_KEY cannot be sent.
+        ValueError: The address is not one of HTTP or holds credentials, or OPENAI_API_KEY cannot be sent.
     """
 
-    url: str
-    timeout: float = 1800.0
-    retries: int = 8
-    first_wait: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_server_address(self.url)
-        api_key()
+    def __init__(self, url: str, timeout: float = 1800.0, retries: int = 8, first_wait: float = 1.0):
+        self.url, self.retries, self.first_wait = url, retries, first_wait
+        self._http = HttpClient(url.rstrip("/"), timeout)
 
     def answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The first choice of the answer to a chat completion request, with the answer's `usage`.
@@ -935,34 +746,21 @@ class CompletionServer:
         for attempt in range(self.retries + 1):
             pause = min(LONGEST_WAIT, self.first_wait * 2**attempt) * random.uniform(0.75, 1.25)
             try:
-                return self._ask(body)
-            except urllib.error.HTTPError as error:
-                failure = f"status {error.code}: {start_of_body(error)}"
-                if error.code < 500 and error.code not in RETRIED_STATUSES:
+                answer = self._http.ask("/chat/completions", body)
+                choices = _choices(answer)
+                if not choices or not _part(choices[0], "message", dict):
+                    raise MalformedAnswer(f"the answer has no message: {str(answer)[:200]}")
+                return {**choices[0], "usage": _part(answer, "usage", dict)}
+            except StatusError as error:
+                failure = error.answer
+                if error.status < 500 and error.status not in RETRIED_STATUSES:
                     raise RefusedError(f"the server refused the request ({failure})") from error
-                pause = _retry_after(error.headers.get("Retry-After")) or pause
-            # A closed connection, a stall, or half an answer.
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                failure = f"{type(error).__name__}: {error}"
+                pause = _retry_after(error.retry_after) or pause
+            except (ServerError, MalformedAnswer) as error:
+                failure = f"this: {error}"
             if attempt < self.retries:
                 time.sleep(pause)
         raise AnswerError(f"the server failed {self.retries + 1} times, the last time with {failure}")
-
-    def _ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json"}
-        if key := api_key():
-            headers["Authorization"] = f"Bearer {key}"
-        request = urllib.request.Request(
-            f"{self.url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers, method="POST"
-        )
-        with open_url(request, self.timeout) as response:
-            answer = json.loads(read_whole(response, self.timeout))
-        choices = answer.get("choices") if isinstance(answer, dict) else None
-        first = choices[0] if isinstance(choices, list) and choices else None
-        if not isinstance(first, dict) or not isinstance(first.get("message"), dict):
-            raise ValueError(f"the answer has no message: {str(answer)[:200]}")
-        usage = answer.get("usage")
-        return {**first, "usage": usage if isinstance(usage, dict) else {}}
 
     def answer_all(
         self, bodies: Iterable[tuple[int, Mapping[str, Any]]], concurrency: int
@@ -973,32 +771,21 @@ class CompletionServer:
             AnswerError: Nothing was answered from the start while as many requests failed as are asked at once, or
                 the server, once it had answered, let as many fail one after the other: it is gone.
         """
-        remaining = iter(bodies)
-        pending: dict[Future, int] = {}
         failed_in_a_row, has_answered = 0, False
-        threads = ThreadPoolExecutor(concurrency)
-        try:
-            while True:
-                while len(pending) < concurrency and (item := next(remaining, None)) is not None:
-                    pending[threads.submit(self.answer, item[1])] = item[0]
-                if not pending:
-                    return
-                done, _ = wait(pending, return_when=FIRST_COMPLETED)
-                for future in done:
-                    number, error = pending.pop(future), future.exception()
-                    if error is not None and not isinstance(error, AnswerError):
-                        raise error
-                    has_answered |= error is None
-                    # A server that refuses prompts is there; one that has refused all of them is of no use.
-                    is_failure = error is not None and not (has_answered and isinstance(error, RefusedError))
-                    failed_in_a_row = failed_in_a_row + 1 if is_failure else 0
-                    if failed_in_a_row >= (max(concurrency, FEWEST_FAILURES) if has_answered else concurrency):
-                        more = " any more" if has_answered else ""
-                        raise AnswerError(f"Nothing at {self.url} answers{more}: {error}") from error
-                    yield number, future.result() if error is None else error
-        finally:
-            # Whoever stops early does not wait for answers that may take half an hour.
-            threads.shutdown(wait=False, cancel_futures=True)
+        # Whoever stops early does not wait for answers that may take half an hour.
+        with closing(_at_once(self.answer, bodies, concurrency, waits=False)) as requests:
+            for number, future in requests:
+                error = future.exception()
+                if error is not None and not isinstance(error, AnswerError):
+                    raise error
+                has_answered |= error is None
+                # A server that refuses prompts is there; one that has refused all of them is of no use.
+                is_failure = error is not None and not (has_answered and isinstance(error, RefusedError))
+                failed_in_a_row = failed_in_a_row + 1 if is_failure else 0
+                if failed_in_a_row >= (max(concurrency, FEWEST_FAILURES) if has_answered else concurrency):
+                    more = " any more" if has_answered else ""
+                    raise AnswerError(f"Nothing at {self.url} answers{more}: {error}") from error
+                yield number, future.result() if error is None else error
 
 
 def _retry_after(value: str | None) -> float | None:
