@@ -75,8 +75,8 @@ def seen_tiles(
     )
     key_start = torch.arange(0, num_keys, tile, device=first.device)
     touched = (first < stop) & (first < key_start + tile) & (stop > key_start)
-    full = (first <= key_start) & (stop >= key_start + tile)
-    return touched.any(dim=2), full.all(dim=2)
+    full = (first.amax(dim=2) <= key_start) & (stop.amin(dim=2) >= key_start + tile)
+    return touched.any(dim=2), full
 
 
 def seen_context(
@@ -91,6 +91,7 @@ def seen_context(
     anchors = anchor_positions[..., None]
     first = document_starts.gather(1, anchor_positions.clamp(min=0))[..., None].expand(-1, -1, block_size)
     if window is not None:
+        # It moves the bound by one token for each slot.
         slots = torch.arange(block_size, device=anchors.device)
         first = torch.maximum(first, anchors + slots - window + 1)
     first = first.masked_fill(anchors < 0, num_context)

@@ -346,13 +346,6 @@ class PendingContext:
     start_after: "torch.cuda.Event | None" = None
 
 
-def pending_context(batch: dict[str, Any]) -> PendingContext:
-    """Those of a collator's batch, best on the host: a device gives its token ids when it has come to them."""
-    lengths = batch["document_lengths"]
-    num_anchors = int((batch["anchor_positions"].cpu() >= 0).sum())
-    return PendingContext(batch["input_ids"].cpu(), lengths, sum(map(sum, lengths)), num_anchors)
-
-
 # --- Where the time of a training step goes: the target, the copy, the wait for features and the drafter.
 
 
@@ -615,7 +608,10 @@ class Prefetcher:
 
     def _on_fetch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Order a batch's hidden states and send the rest of it to the drafter's device."""
-        pending = pending_context(batch)
+        lengths = batch["document_lengths"]
+        num_anchors = int((batch["anchor_positions"].cpu() >= 0).sum())
+        # Best of a batch on the host: a device gives its token ids when it has come to them.
+        pending = PendingContext(batch["input_ids"].cpu(), lengths, sum(map(sum, lengths)), num_anchors)
         batch = send_to_device(batch, self._device, non_blocking=True)
         if self.depth:
             self._start()
