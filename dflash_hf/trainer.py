@@ -7,6 +7,7 @@ A batch of [`DataCollatorForDFlash`] holds B packed rows of T tokens with N anch
 distribution, `final_hidden_states` `[B, T, D]`.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -691,6 +692,12 @@ class DFlashTrainer(Trainer):
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
         rotate(self, run_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        with warnings.catch_warnings():
+            # Trainer reads the configuration as a plain one, which warns of a field that is there for older readers.
+            warnings.filterwarnings("ignore", message="`rope_scaling` is deprecated", category=FutureWarning)
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         # The parent lets the learning rate and weight decay of the loaded states rule over this run's arguments; no

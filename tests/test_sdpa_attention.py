@@ -127,7 +127,7 @@ def test_g1_decoding_reads_a_prompt_as_eager_attention_does(use_cache, name, len
     for model in on_device(name, dtype):
         drafter = drafter_for(model, target_layer_ids=[1, 2], num_key_value_heads=1).to("cuda", dtype).eval()
         drafter.set_attn_implementation(model.config._attn_implementation)
-        with DecodingState(model, drafter, use_cache=use_cache) as state, varied_lengths():
+        with DecodingState(model, drafter, use_cache) as state, varied_lengths():
             logits, context = state.prefill(ids(1, length)), state.context
             results.append([context, torch.cat([logits, state.draft(ids(1, 1)), state.verify(ids(1, 1), ids(3))])])
     for actual, expected in zip(*results, strict=True):
