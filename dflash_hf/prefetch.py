@@ -290,11 +290,8 @@ def known_ahead(
     accelerate's dataloader says with its last batch that it is the last one, and the loop, the loss and the metrics
     read that. So the mark is taken off when the batch is fetched and put back when it is handed out.
 
-    Args:
-        batches: The epoch's batches, from a dataloader that accelerate prepared.
-        depth: Batches to know in advance.
-        gradient_state: accelerate's state, which names the dataloader in use.
-        on_fetch: Called with every batch when it is fetched, in order; gives the batch to hand out.
+    `gradient_state` is accelerate's, which names the dataloader in use. `on_fetch` is called with every batch when it
+    is fetched, in order, and gives the batch to hand out.
     """
     waiting: deque[tuple[dict[str, Any], bool]] = deque()
     dataloader: Any = None
