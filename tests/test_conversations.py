@@ -13,13 +13,8 @@ from tiny import CHATML_TEMPLATE, byte_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dflash_hf.tokenizing import (
-    DOCUMENT_FEATURES,
-    SOURCE_KEY,
-    read_completions,
-    tokenize_completions,
-    tokenize_conversation,
-)
+from dflash_hf.documents import DOCUMENT_FEATURES
+from dflash_hf.tokenizing import SOURCE_KEY, read_completions, tokenize_completions, tokenize_conversation
 
 
 # Thinking is opened, or opened and closed at once, by the generation prompt.

@@ -16,8 +16,9 @@ from tiny import byte_tokenizer
 from dflash_hf import chats as json_rows
 from dflash_hf import rendering
 from dflash_hf.data_collator import DataCollatorForDFlash, check_documents, check_token_ids
+from dflash_hf.documents import OutputError, open_documents, stored_lengths
 from dflash_hf.packing import PackedDataset
-from dflash_hf.tokenizing import OutputError, load_documents, open_documents, stored_lengths, tokenize_files
+from dflash_hf.tokenizing import load_documents, tokenize_files
 
 
 TOKENIZER = byte_tokenizer()
