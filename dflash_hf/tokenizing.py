@@ -380,8 +380,8 @@ def load_documents(
     """Opens a folder of documents, known by its manifest, or reads and tokenises completions on the spot.
 
     Args:
-        address: Folder or fsspec address that `recipes/tokenize_completions.py` wrote, or a file or folder of
-            completions that fits in memory; `storage_options` are for its file system.
+        address: Folder that `recipes/tokenize_completions.py` wrote, or a file or folder of completions that fits in
+            memory; on any fsspec file system, which gets `storage_options`.
         tokenizer: The target's tokenizer.
         split: "train" or "eval" of a folder of documents; completions are all "train".
         allow_other_template: As in `check_documents_fit`.
@@ -554,7 +554,8 @@ class Job:
                 report(position)
                 yield place, row
 
-        stem = file.label.rpartition("/")[2].partition(".")[0]
+        # Bytes of a name that are not UTF-8 are replaced.
+        stem = file.name.encode("utf-8", "replace").decode().rpartition("/")[2].partition(".")[0]
         documents = RowTokenizer(self.format, self.options, counts, stem).documents(rows())
         record = folder.write_shards(file, documents, counts)
         report(file.size)

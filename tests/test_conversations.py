@@ -265,12 +265,15 @@ class TestToolsAndArrow:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"tools": "[{"}, "`tools` is a string but not JSON"),
+            ({"tools": "[{"}, r"`tools` must be a list of dicts or the JSON of one, got '\[\{'"),
             ({"tools": '{"name": "f"}'}, "`tools` must be a list of dicts"),
             ({"completion_token_ids": ["x"]}, "`completion_token_ids` must be a list of token ids"),
             ({"completion_token_ids": [-1]}, "`completion_token_ids` must be a list of token ids"),
-            ({"messages": [{"role": "user", "tool_calls": 3}]}, "`tool_calls` must be a list, got int"),
-            ({"messages": [{"role": "user", "tool_calls": ["f"]}]}, "each of `tool_calls` must be a dict"),
+            ({"messages": [{"role": "user", "tool_calls": 3}]}, "must have a list of `tool_calls`, got '3'"),
+            (
+                {"messages": [{"role": "user", "tool_calls": ["f"]}]},
+                "call without the `name` of a function: 'f'",
+            ),
         ],
     )
     def test_broken_extras_are_named(self, tokenizer, change, message):
@@ -311,7 +314,7 @@ class TestBadRows:
         [
             ([], "must be a dict with `messages`, got list"),
             ({}, "has no `messages`"),
-            ({"messages": "hello"}, "`messages` must be a list of dicts, got str"),
+            ({"messages": "hello"}, "`messages` must be a list of dicts or the JSON of one, got 'hello'"),
             ({"messages": ["hello"]}, "message 0 must be a dict with a string `role`, got 'hello'"),
             ({"messages": [{"role": "user"}, {"content": "b"}]}, "message 1 must be a dict with a string `role`"),
             ({"messages": [{"role": 1, "content": "b"}]}, "message 0 must be a dict with a string `role`"),
@@ -435,7 +438,7 @@ class TestRead:
         ("text", "message"),
         [
             ('[{"prompt": "a"},\n{"prompt": }]', r"1: the file is no JSON list \(.*line 2 column 12"),
-            ('[{"prompt": "a"}, null]', "2: expected a JSON object, got NoneType .*: 'null'"),
+            ('[{"prompt": "a"}, null]', "2: expected a JSON object, got NoneType: 'null'"),
             ('[{"prompt": "a"}, ["b"]]', "2: expected a JSON object, got list"),
             ('"prompt"', "1: expected a JSON object, got str"),
             ("[" * 100_000, "1: the file is no JSON list"),
