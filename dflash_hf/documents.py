@@ -36,7 +36,7 @@ from fsspec.implementations.local import LocalFileSystem
 from transformers import PreTrainedTokenizerBase
 
 from .chats import SourceFile, describe, explained, open_filesystem
-from .writing import only_writer, publish_file, remove
+from .writing import only_writer, publish_file
 
 
 logger = logging.getLogger(__name__)
@@ -59,13 +59,9 @@ SCHEMA = pa.schema(
 # Columns of documents in memory.
 DOCUMENT_FEATURES = Features.from_arrow_schema(pa.schema(list(SCHEMA)[:3]))
 
-# The training split is written last.
-SPLITS = ("eval", "train")
 MANIFEST_NAME = "manifest.json"
 SETTINGS_NAME = "settings.json"
 FORMAT = "dflash_hf documents 1"
-# Fields without which it is not a manifest, and what they hold.
-FIELDS = {"files": list, "documents": dict, "complete": bool, "failed": dict, "vocabulary_hash": str}
 # Fields of the records that the manifest sums up.
 SUMMED = ("rows", "tokens", "supervised_tokens", "truncated", "repeated_tokens")
 COUNTED = ("documents", "dropped", "lengths", "template_texts", "models")
@@ -174,8 +170,6 @@ class DocumentFolder:
         found = manifest.get("format") if isinstance(manifest, dict) else None
         if found != FORMAT:
             raise ValueError(f"{path} has the format {found!r}, expected {FORMAT!r}. {AGAIN}")
-        if not all(isinstance(manifest.get(name), kind) for name, kind in FIELDS.items()):
-            raise ValueError(f"{path} has not the fields of a manifest. {AGAIN}")
         return manifest
 
     def manifest_and_shards(self, split: str) -> tuple[dict, list[str]]:
@@ -263,13 +257,19 @@ class DocumentFolder:
             os.makedirs(self.root, exist_ok=True)
         with only_writer(self.root, "output"):
             for left in Path(self.root).glob("shard-*.tmp"):
-                remove(left)
+                left.unlink(missing_ok=True)
             yield
 
-    def aside(self) -> tempfile.TemporaryDirectory:
-        """A folder to write in: on a local disk in this one, so that moving what is finished is one step."""
+    @contextmanager
+    def aside(self) -> Iterator[str]:
+        """A file that goes unless it is published: on a local disk in the folder, so that moving it is one step."""
         with self.named_errors():
-            return tempfile.TemporaryDirectory(".tmp", "shard-", self.root if self.is_local else None)
+            handle, path = tempfile.mkstemp(".tmp", "shard-", self.root if self.is_local else None)
+            os.close(handle)
+        try:
+            yield path
+        finally:
+            Path(path).unlink(missing_ok=True)
 
     def publish(self, aside: str, path: str) -> None:
         """Gives a finished file its place."""
@@ -286,10 +286,10 @@ class DocumentFolder:
 
     def write_json(self, name: str, value: Any) -> None:
         text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
-        with self.aside() as aside, self.named_errors():
+        with self.aside() as path, self.named_errors():
             # Half a surrogate pair stays JSON's escape of it.
-            Path(aside, name).write_bytes(text.encode("utf-8", "backslashreplace"))
-            self.publish(f"{aside}/{name}", f"{self.root}/{name}")
+            Path(path).write_bytes(text.encode("utf-8", "backslashreplace"))
+            self.publish(path, f"{self.root}/{name}")
 
     def write_settings(self, settings: dict[str, Any]) -> None:
         """Writes the settings of a new folder; refuses a folder of other settings."""
@@ -300,17 +300,14 @@ class DocumentFolder:
         try:
             old = json.loads(content)
             old |= old["options"]
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(
-                f"{self.address}/{SETTINGS_NAME} cannot be read ({describe(error)}): remove it if this very command "
-                "made the folder, or name another output."
-            ) from error
+        except (ValueError, TypeError, KeyError):
+            old = {"options": None}
         now = {**settings, **settings["options"], "options": old["options"]}
         changed = [f"{key}: {old.get(key)!r} then, {now[key]!r} now" for key in now if now[key] != old.get(key)]
         if changed:
             raise ValueError(
-                f"{self.address} holds documents that were made otherwise ({'; '.join(changed)}). Give the same "
-                "options to go on, or another output."
+                f"{self.address} holds documents that were made otherwise ({'; '.join(changed)}), says its "
+                f"{SETTINGS_NAME}. Give the same options to go on, or another output."
             )
 
     def write_shards(self, file: SourceFile, chunks: Iterable[list[Stored]], counts: FileCounts) -> dict[str, Any]:
@@ -319,9 +316,10 @@ class DocumentFolder:
         Where a chunk cannot be made or written, nothing of the file stays.
         """
         options: dict[str, Any] = {"compression": "zstd", "use_dictionary": ["source", "language"]}
-        with self.aside() as aside:
+        with self.aside() as eval_path, self.aside() as train_path:
+            paths = {"eval": eval_path, "train": train_path}
             with self.named_errors():
-                writers = {split: pq.ParquetWriter(f"{aside}/{split}", SCHEMA, **options) for split in SPLITS}
+                writers = {split: pq.ParquetWriter(path, SCHEMA, **options) for split, path in paths.items()}
             try:
                 for chunk in chunks:
                     with self.named_errors():
@@ -329,14 +327,14 @@ class DocumentFolder:
                             if documents := [document for of, document in chunk if of == split]:
                                 writer.write_table(pa.Table.from_pylist(documents, SCHEMA))
                 with self.named_errors():
-                    return self._commit(file, aside, writers, counts)
+                    return self._commit(file, paths, writers, counts)
             finally:
                 for writer in writers.values():
                     with suppress(OSError):
                         writer.close()
 
     def _commit(
-        self, file: SourceFile, aside: str, writers: dict[str, pq.ParquetWriter], counts: FileCounts
+        self, file: SourceFile, paths: dict[str, str], writers: dict[str, pq.ParquetWriter], counts: FileCounts
     ) -> dict[str, Any]:
         """Gives the shards their places, the training shard last: with its record it says that the file is done."""
         shards = {split: shard_name(file, split) for split in sorted(counts.documents)}
@@ -345,7 +343,7 @@ class DocumentFolder:
             writer.add_key_value_metadata({RECORD_KEY: record})
             writer.close()
             if split in shards or split == "train":
-                self.publish(f"{aside}/{split}", f"{self.root}/{shard_name(file, split)}")
+                self.publish(paths[split], f"{self.root}/{shard_name(file, split)}")
         # A record is the same fresh and read back: JSON turns the keys of the histogram into strings.
         return json.loads(record)
 
@@ -358,11 +356,7 @@ def _identity(file: SourceFile) -> dict[str, Any]:
 
 
 def read_manifest(address: Address, storage_options: StorageOptions = None) -> dict | None:
-    """The manifest of a folder of documents, or None where there is none.
-
-    Raises:
-        ValueError: The manifest has another format, or the run that makes the folder has not ended.
-    """
+    """The manifest of a folder of documents, or None where there is none; refuses that of a run that has not ended."""
     return DocumentFolder(address, storage_options).manifest()
 
 

@@ -209,17 +209,17 @@ class RowTokenizer:
         limit = self.options.max_length
         if not whole.supervised_spans:
             self.counts.drop(EMPTY, place, "the answer holds no token.")
-            return []
-        if limit is None:
+        elif limit is None:
             return [whole]
-        if self.options.long_documents == "windows":
+        elif self.options.long_documents == "windows":
             parts = windows(whole, limit)
             self.counts.repeated_tokens += sum(len(part.input_ids) for part in parts[:-1])
             return parts
-        if short := cut(whole, limit):
+        elif short := cut(whole, limit):
             return [short]
-        start = whole.supervised_spans[0][0]
-        self.counts.drop(TOO_LONG, place, f"the prompt has {start} tokens of max_length={limit}.")
+        else:
+            start = whole.supervised_spans[0][0]
+            self.counts.drop(TOO_LONG, place, f"the prompt has {start} tokens of max_length={limit}.")
         return []
 
 

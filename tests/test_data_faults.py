@@ -293,7 +293,7 @@ class TestDamage:
         source(tmp_path, a__jsonl=lines([chat("a", "b")]))
         tokenize(tmp_path)
         (tmp_path / "out/settings.json").write_text(content)
-        with pytest.raises(ValueError, match=r"out/settings\.json.*cannot be read"):
+        with pytest.raises(ValueError, match=r"made otherwise \(format: None then, .*settings\.json"):
             tokenize(tmp_path)
         (tmp_path / "out/manifest.json").write_text(content)
         with pytest.raises(ValueError, match=r"out/manifest\.json has the format None"):

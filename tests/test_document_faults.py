@@ -129,13 +129,6 @@ def test_a_shard_that_is_damaged_within_is_named(folder):
     assert len(open_documents(folder)) == 78
 
 
-@pytest.mark.parametrize("fields", [{}, {"files": 3}])
-def test_a_manifest_without_its_fields_is_named(folder, fields):
-    (folder / "manifest.json").write_text(json.dumps({"format": "dflash_hf documents 1", **fields}))
-    with pytest.raises(ValueError, match="has not the fields of a manifest"):
-        load_documents(folder, TOKENIZER)
-
-
 # Sizes
 
 
