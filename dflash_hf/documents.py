@@ -97,12 +97,14 @@ class FileCounts:
     models: Counter[str] = field(default_factory=Counter)
 
     def drop(self, reason: str, place: str, message: str) -> None:
+        """Counts a row or document that is left out, and keeps the first ones as examples."""
         self.dropped[reason] += 1
         examples = self.dropped_examples.setdefault(reason, [])
         if len(examples) < EXAMPLES_PER_REASON:
             examples.append(f"{place}: {message}"[:400])
 
     def add(self, split: str, document: dict[str, Any]) -> None:
+        """Counts a document that is stored."""
         length = len(document["input_ids"])
         self.documents[split] += 1
         self.tokens += length
@@ -111,6 +113,7 @@ class FileCounts:
         self.lengths[length // HISTOGRAM_BIN * HISTOGRAM_BIN] += 1
 
     def as_dict(self) -> dict[str, Any]:
+        """The counts in an order that does not depend on that of the rows."""
         return {
             name: dict(sorted(value.items())) if isinstance(value, dict) else value
             for name, value in vars(self).items()

@@ -280,6 +280,8 @@ def _in_memory(
     merge_turns: bool = False,
     **options: Any,
 ) -> RowTokenizer:
+    if unused := {"eval_fraction", "source"} & options.keys():
+        raise TypeError(f"{', '.join(sorted(unused))}: only `tokenize_files` takes it, as only a folder keeps it.")
     ids = [eos_token_ids] if isinstance(eos_token_ids, int) else list(eos_token_ids or [])
     chosen = TokenizeOptions(merge_turns=merge_turns, eos_token_ids=ids, **options)
     return RowTokenizer(chosen.chat_format(tokenizer), chosen, FileCounts(), None, on_error, allow_empty_prompts=True)
@@ -291,7 +293,7 @@ def tokenize_conversation(row: dict, tokenizer: PreTrainedTokenizerBase, **optio
     Args:
         row: A chat, see `read_chats`.
         tokenizer: The target's tokenizer, with its chat template.
-        **options: Those of `TokenizeOptions` that concern a single chat; `eos_token_ids` may be one id, and
+        **options: Those of `TokenizeOptions` but `eval_fraction` and `source`; `eos_token_ids` may be one id, and
             `merge_turns` is False by default.
 
     Returns:
