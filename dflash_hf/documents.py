@@ -457,7 +457,7 @@ def check_documents_fit(
     """Refuses documents whose ids mean something else to the target's tokenizer, or of another template (case DT3).
 
     Documents are those of `open_documents`, also selected, shuffled or concatenated. What no manifest belongs to, and
-    what nothing can be compared with, is passed over. With `allow_other_template`, that is only warned of.
+    what nothing can be compared with, is passed over; `allow_other_template` only warns of another template.
     """
     if tokenizer is None:
         return
