@@ -11,7 +11,8 @@ Files, in the order in which data flows:
   `modeling_dflash` (these four are published beside it as remote code), `auto` (registers it), `validation`
   (`dflash-hf validate`), `convert_speculators` (from another format);
 - from chats to batches: `chats` (files to rows to chats), `rendering` (chats to token ids), `packing` (documents to
-  rows), `data_collator` (rows to tensors), `tokenizing` (chats to documents, in memory or in a folder);
+  rows), `data_collator` (rows to tensors), `tokenizing` (rows to documents, in memory or by a job over files),
+  `documents` (the folder that it writes and training opens);
 - the target: `topology` (which devices), `packed_targets`, `frozen_target`, `prefetch` (ahead of the drafter);
 - training: `training_args`, `losses`, `optimizers`, `adapters` (LoRA), `adapting` (going on from a published drafter),
   `operations` (how much work a step is), `callbacks`, `writing` (one process a folder), `checkpointing`,

@@ -51,27 +51,20 @@ def is_remote(address: Any) -> bool:
 
 
 def check_address(address: str) -> None:
-    """Raises for an address that carries credentials, names no place, or whose protocol no installed package serves.
-
-    Raises:
-        ValueError: Without repeating what may be a secret.
-        ImportError: Naming the package to install.
-    """
+    """Refuses an address of checkpoints that holds credentials or names no place, or whose package is missing."""
     refuse_credentials(address)
     protocol, _, rest = address.partition("://")
     if not is_remote(address) or address != address.strip() or not rest.strip("/"):
         raise ValueError(
-            f"{address!r} is no address of checkpoints; expected one such as s3://bucket/run, gs://bucket/run or "
-            "file:///folder, without spaces around it."
+            f"{address!r} is no address of checkpoints; expected one such as s3://bucket/run or file:///folder, "
+            "without spaces around it."
         )
     fsspec.get_filesystem_class(protocol)
 
 
 def refuse_credentials(address: str) -> None:
-    """Refuse an address that holds a key, a password or a query, each of which would be written down with it.
-
-    The address is one of fsspec, of several links (`zip://*.jsonl::https://...`) too, or a path. The error does not
-    repeat what may be a secret.
+    """Refuse an address of fsspec, also of several links (`zip://*.jsonl::https://...`), that holds a key, a password
+    or a query, each of which would be written down with it. The error does not repeat them.
     """
     for link in address.split("::"):
         protocol, found, rest = link.partition("://")
@@ -84,9 +77,8 @@ def refuse_credentials(address: str) -> None:
         has_query = "=" in query or ("?" in rest and protocol in ("http", "https"))
         if found and protocol not in LOCAL_PROTOCOLS and (has_password or has_key or has_query):
             raise ValueError(
-                f"The {protocol}:// address holds credentials or a query, which would be written into manifests, "
-                "checkpoints and messages. Put credentials into the environment or the configuration of the store's "
-                "package."
+                f"The {protocol}:// address holds credentials or a query, which would be written into manifests and "
+                "messages. Put credentials into the environment or the configuration of the store's package."
             )
 
 
@@ -115,23 +107,17 @@ def describe(error: BaseException) -> str:
 def open_filesystem(
     address: str | os.PathLike, storage_options: Mapping[str, Any] | None = None
 ) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The file system of an address, and the address within it.
-
-    Raises:
-        ValueError: No file system is known for the address, its package is not installed, or it holds credentials.
-    """
+    """The file system of an address, and the address within it; raises ValueError where that cannot be."""
     address = os.fspath(address)
     if not address:
         raise ValueError("The address is empty: give a file, a folder or an fsspec address.")
     refuse_credentials(address)
     try:
         return fsspec.core.url_to_fs(address, **(storage_options or {}))
-    except ImportError as error:
+    except (ImportError, ValueError) as error:
         extra = EXTRAS.get(address.partition("://")[0])
-        install = f"pip install 'dflash_hf[{extra}]'" if extra else "install the package that it names"
-        raise ValueError(f"{address} cannot be opened ({error}): {install}.") from error
-    except ValueError as error:
-        raise ValueError(f"{address} cannot be opened ({error}): expected a folder or an fsspec address.") from error
+        what = f"pip install 'dflash_hf[{extra}]'" if extra else "expected a folder or an fsspec address"
+        raise ValueError(f"{address} cannot be opened ({error}): {what}.") from error
 
 
 @contextmanager
@@ -143,9 +129,8 @@ def explained(address: str | os.PathLike, doing: str) -> Iterator[None]:
         raise FileNotFoundError(f"No such file or folder: {address} ({error}).") from error
     except Exception as error:
         raise OSError(
-            f"{doing} {address} failed ({describe(error)}). Check the address and the credentials "
-            "in the environment (for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, for Google Cloud "
-            "GOOGLE_APPLICATION_CREDENTIALS), or pass storage_options."
+            f"{doing} {address} failed ({describe(error)}). Check the address and the credentials in the environment "
+            "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS), or pass storage_options."
         ) from error
 
 
@@ -156,11 +141,9 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 # Folders hold `.json` files of other kinds too, such as settings, so that these are read where they are named.
 JSON_SUFFIXES = (".json", ".json.gz", ".json.zst")
 NAMED_SUFFIXES = (*SUFFIXES, *JSON_SUFFIXES)
-# A file is what it begins with, whatever its name: stores unpack, and people rename. No line of JSON begins so.
+# A file is what it begins with, whatever its name: stores unpack, and people rename.
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "Parquet"}
 KINDS = {"gz": "gzip", "zst": "zstd", "parquet": "Parquet"}
-# Rows of a Parquet file that are held at once.
-PARQUET_BATCH = 128
 # A file of up to so many bytes is fetched by one request.
 WHOLE_BYTES = 16 * 2**20
 # Bytes of a line; a longer one, such as a whole file without line ends, is not held in memory.
@@ -195,11 +178,6 @@ class SourceFile:
     size: int  # in bytes
     version: str  # the store's etag, or the time of the last change
 
-    @property
-    def label(self) -> str:
-        """The name as text: bytes of it that are not UTF-8 are replaced."""
-        return self.name.encode("utf-8", "replace").decode()
-
 
 def list_files(
     address: str | os.PathLike, storage_options: Mapping[str, Any] | None = None, recursive: bool = True
@@ -221,10 +199,8 @@ def list_files(
     fs, path = open_filesystem(address, storage_options)
     is_pattern = "*" in path
     with explained(address, "Listing"):
-        if is_pattern:
-            found = fs.glob(path, detail=True)
-        else:
-            found = fs.find(path, detail=True, maxdepth=None if recursive else 1)
+        depth = None if recursive else 1
+        found = fs.glob(path, detail=True) if is_pattern else fs.find(path, detail=True, maxdepth=depth)
         # A local listing does not say what a link leads to.
         found = {name: fs.info(name) if info.get("islink") else info for name, info in found.items()}
         found = {name: info for name, info in found.items() if info.get("type") not in ("directory", "other")}
@@ -267,20 +243,18 @@ def read_rows(fs: fsspec.AbstractFileSystem, file: SourceFile) -> Iterator[tuple
     Raises:
         SourceError: The file cannot be read, or not to its end; names file and line.
     """
-    number = 0
+    number, named = 0, KINDS.get(file.path.rpartition(".")[2])
     try:
         with _opened(fs, file) as raw:
-            kind = _kind(raw, file)
-            for number, item in enumerate(_items(raw, kind, file), start=1):
-                if isinstance(item, bytes):
-                    if not item.strip():
-                        continue
-                    item = parse_line(item)
-                # Parquet is read from several places at once, so that the position in the file says nothing.
-                yield f"{file.place}:{number}", item, 0 if kind == "Parquet" else raw.tell()
+            start = raw.read(4)
+            raw.seek(0)
+            kind = next((kind for magic, kind in MAGIC.items() if start.startswith(magic)), named)
+            for number, row in enumerate(_rows(raw, kind, file.path.endswith(JSON_SUFFIXES)), start=1):
+                if row is not None:
+                    # Parquet is read from several places at once, so that the position in the file says nothing.
+                    yield f"{file.place}:{number}", row, 0 if kind == "Parquet" else raw.tell()
     # Each store, format and compression has its own errors.
     except Exception as error:
-        named = KINDS.get(file.path.rpartition(".")[2])
         what = f"not a whole {named} file" if named and not isinstance(error, FileNotFoundError) else "cannot be read"
         raise SourceError(
             f"{file.place}:{number + 1}: {what} ({describe(error)}): copy or write the file again."
@@ -293,17 +267,10 @@ def _opened(fs: fsspec.AbstractFileSystem, file: SourceFile) -> Any:
     return fs.open(file.path, "rb")
 
 
-def _kind(raw: Any, file: SourceFile) -> str:
-    start = raw.read(4)
-    raw.seek(0)
-    found = next((kind for magic, kind in MAGIC.items() if start.startswith(magic)), None)
-    return found or KINDS.get(file.path.rpartition(".")[2], "")
-
-
-def _items(raw: Any, kind: str, file: SourceFile) -> Iterator[bytes | dict | RowError]:
-    """The rows of a file of one kind, or the lines that hold them."""
+def _rows(raw: Any, kind: str | None, is_json: bool) -> Iterator[dict | RowError | None]:
+    """The rows of a file, None for a blank line."""
     if kind == "Parquet":
-        for batch in pq.ParquetFile(raw).iter_batches(batch_size=PARQUET_BATCH):
+        for batch in pq.ParquetFile(raw).iter_batches(batch_size=128):
             yield from batch.to_pylist()
         return
     stream: gzip.GzipFile | io.BufferedReader
@@ -317,95 +284,79 @@ def _items(raw: Any, kind: str, file: SourceFile) -> Iterator[bytes | dict | Row
         stream = io.BufferedReader(raw, 2**20)
     if stream.peek(3).startswith(codecs.BOM_UTF8):
         stream.read(3)
-    yield from (_json_items if file.path.endswith(JSON_SUFFIXES) else _json_lines)(stream)
+    yield from (_json_items if is_json else _json_lines)(stream)
 
 
-def _json_lines(stream: Any) -> Iterator[bytes | RowError]:
-    """The lines of a binary stream; one that is too long is an error."""
+def _json_lines(stream: Any) -> Iterator[dict | RowError | None]:
+    """The row of each line of a binary stream; a line that is too long is an error."""
     while line := stream.readline(LARGEST_LINE):
         if len(line) < LARGEST_LINE or line.endswith(b"\n"):
-            yield line
+            yield _row_of(line) if line.strip() else None
             continue
         while (rest := stream.readline(LARGEST_LINE)) and not rest.endswith(b"\n"):
             pass
-        what = f"the line has more than {LARGEST_LINE >> 20} MiB: expected one JSON object per line, not one list of"
-        yield RowError("line too long", f"{what} all: {_shown(line)}.")
+        what = f"expected one JSON object per line, got a line of more than {LARGEST_LINE >> 20} MiB"
+        yield RowError("line too long", f"{what}: {_shown(line)}.")
 
 
-def _json_items(stream: Any) -> Iterator[bytes | dict | RowError]:
+def _json_items(stream: Any) -> Iterator[dict | RowError | None]:
     """The rows of a `.json` file: of one list, one object, or the lines that such a file may hold as well."""
     first = stream.readline(LARGEST_LINE)
     # Lines may be more than fit in memory.
-    if not first.lstrip().startswith(b"[") and isinstance(parse_line(first), dict):
-        yield first
+    if not first.lstrip().startswith(b"[") and isinstance(row := _row_of(first), dict):
+        yield row
         yield from _json_lines(stream)
         return
     text = b"".join([first, *islice(iter(lambda: stream.read(2**20), b""), LARGEST_LIST >> 20)])
     if stream.read(1):
-        yield RowError(
-            "list too long",
-            f"the file is no JSON lines, and more than {LARGEST_LIST >> 20} MiB are not read at once: write one JSON "
-            f"object per line (`jq -c '.[]' FILE.json > FILE.jsonl`): {_shown(text)}.",
-        )
+        what = f"the file is no JSON lines, and more than {LARGEST_LIST >> 20} MiB are not read at once"
+        yield RowError("list too long", f"{what}: write one object per line by {_jq(text)}: {_shown(text)}.")
         return
-    try:
-        rows = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        if text.lstrip().startswith(b"["):
-            yield _unreadable("the file is no JSON list", text, error)
-        else:
-            yield from _json_lines(io.BytesIO(text))
+    rows = _parsed_json(text, "the file is no JSON list")
+    if isinstance(rows, RowError) and not text.lstrip().startswith(b"["):
+        yield from _json_lines(io.BytesIO(text))
         return
     for row in rows if isinstance(rows, list) else [rows]:
-        yield row if isinstance(row, dict) else _not_an_object(row, json.dumps(row)[:80])
+        yield row if isinstance(row, dict | RowError) else _not_an_object(row, json.dumps(row))
 
 
-def parse_line(line: bytes) -> dict | RowError:
-    """The object of a line, or what is wrong with it."""
+def _row_of(line: bytes) -> dict | RowError:
+    row = _parsed_json(line, "the line is not JSON", is_line=True)
+    return row if isinstance(row, dict | RowError) else _not_an_object(row, line)
+
+
+def _not_an_object(row: Any, text: str | bytes) -> RowError:
+    hint = f" ({_jq(b'[')} writes one per line)" if isinstance(row, list) else ""
+    return RowError("not JSON", f"expected a JSON object, got {type(row).__name__}{hint}: {_shown(text)}.")
+
+
+def _parsed_json(text: bytes, what: str, is_line: bool = False) -> Any:
+    """What the JSON of a line or file holds, or the error, which begins with `what`, that keeps it from being read."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        return json.loads(text)
+    except RecursionError as error:
+        return RowError("nested too deeply", f"{what}, nested too deeply to be read ({error}): {_shown(text)}.")
+    except UnicodeDecodeError as error:
+        return RowError("not UTF-8", f"{what} in UTF-8 ({error}): {_shown(text)}.")
+    except json.JSONDecodeError as error:
         # Of an object over several lines, a line is only the beginning.
-        is_part = isinstance(error, json.JSONDecodeError) and error.pos >= len(error.doc.rstrip())
-        return _unreadable("the line is not JSON", line, error, is_part)
-    if isinstance(row, list):
-        return _not_an_object(row, line[:80], f"one object per line, which {_jq(line)} writes of a list")
-    return row if isinstance(row, dict) else _not_an_object(row, line[:80])
-
-
-def _unreadable(what: str, text: bytes, error: Exception, is_part: bool = False) -> RowError:
-    reason, hint = "number too long", ""
-    if isinstance(error, UnicodeDecodeError):
-        reason, what = "not UTF-8", f"{what} in UTF-8"
-    elif isinstance(error, RecursionError):
-        reason, what = "nested too deeply", f"{what}, nested too deeply to be read"
-    elif isinstance(error, json.JSONDecodeError):
-        reason = "not JSON"
-        if is_part or error.msg == "Extra data":
-            hint = f". Expected one whole object per line, which {_jq(text)} writes"
-    return RowError(reason, f"{what} ({error}){hint}: {_shown(text)}.")
+        is_part = error.msg == "Extra data" or (is_line and error.pos >= len(error.doc.rstrip()))
+        hint = f". Expected one whole object per line, which {_jq(text)} writes" if is_part else ""
+        return RowError("not JSON", f"{what} ({error}){hint}: {_shown(text)}.")
+    except ValueError as error:
+        return RowError("number too long", f"{what} ({error}): {_shown(text)}.")
 
 
 def _jq(text: bytes) -> str:
     return "`jq -c '.[]' FILE`" if text.lstrip().startswith(b"[") else "`jq -c . FILE`"
 
 
-def _not_an_object(row: Any, text: Any, expected: str = "one object per row") -> RowError:
-    return RowError("not JSON", f"expected a JSON object, got {type(row).__name__} ({expected}): {text!r}.")
-
-
 # --- Messages as they come from servers, files and Arrow become messages as a chat template takes them.
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-SHAREGPT_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "observation": "tool",
-}
+SHAREGPT_ROLES = {"human": "user", "observation": "tool"}
+SHAREGPT_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 MEDIA_TYPES = ("image", "audio", "video", "file")
 TEXT_TYPES = ("text", "input_text", "output_text")
@@ -422,24 +373,27 @@ def nesting_limited() -> Iterator[None]:
 
 def clean_messages(messages: Iterable[Any]) -> list[dict]:
     """Messages without what Arrow fills in (case DT4): no None, `content` always there, arguments as dicts."""
-    return [_clean_message(message, i) for i, message in enumerate(messages)]
+    cleaned = []
+    for index, message in enumerate(messages):
+        try:
+            cleaned.append(_clean_message(message))
+        except RowError as error:
+            raise RowError(error.reason, f"message {index} {error}") from error
+    return cleaned
 
 
-def _clean_message(message: Any, index: int) -> dict:
+def _clean_message(message: Any) -> dict:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise RowError("no role", f"message {index} must be a dict with a string `role`, got {_shown(message)}.")
+        raise RowError("no role", f"must be a dict with a string `role`, got {_shown(message)}.")
     if message["role"] not in ROLES:
-        raise RowError(
-            "unknown role",
-            f"message {index} has the role {message['role']!r}, expected one of {', '.join(ROLES)}: a misspelt role "
-            "would be rendered as if it were right.",
-        )
+        # A misspelt role would be rendered as if it were right.
+        raise RowError("unknown role", f"has the role {message['role']!r}, expected one of {', '.join(ROLES)}.")
     message = {"content": "", **without_none(message)}
-    message["content"] = _content(message["content"], index)
+    message["content"] = _content(message["content"])
     for key in REASONING_KEYS:
+        # Templates pass over anything else.
         if not isinstance(message.get(key, ""), str) and message.pop(key):
-            what = "must be a string; templates pass over anything else."
-            raise RowError("broken thinking", f"message {index}: `{key}` {what}")
+            raise RowError("broken thinking", f"has a `{key}` that is not a string.")
     # Some templates ask only whether the key is there, so an empty list must not stay.
     tool_calls = parsed(message.pop("tool_calls", None))
     # The older name, which templates pass over.
@@ -447,41 +401,35 @@ def _clean_message(message: Any, index: int) -> dict:
         tool_calls = [{"type": "function", "function": call}]
     if tool_calls:
         if not isinstance(tool_calls, list):
-            kind = type(tool_calls).__name__
-            raise RowError("broken tool calls", f"message {index}: `tool_calls` must be a list, got {kind}.")
-        message["tool_calls"] = [_with_parsed_arguments(call, index) for call in tool_calls]
+            raise RowError("broken tool calls", f"must have a list of `tool_calls`, got {_shown(tool_calls)}.")
+        message["tool_calls"] = [_with_parsed_arguments(call) for call in tool_calls]
     return message
 
 
-def _content(content: Any, index: int) -> str:
+def _content(content: Any) -> str:
     """The content as text: parts of text are joined, and media is refused, which a text drafter cannot learn from."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        what = f"`content` must be a string or a list of parts, got {type(content).__name__}."
-        raise RowError("broken content", f"message {index}: {what}")
+        what = f"must have a string or a list of parts as `content`, got {type(content).__name__}."
+        raise RowError("broken content", what)
     texts = []
     for part in content:
         fields = part if isinstance(part, dict) else {"text": part}
         kind = fields.get("type") or "text"
         if any(media in str(kind) or media in fields for media in MEDIA_TYPES):
-            raise RowError("image, audio or video", f"message {index} has a part of the type {kind!r}.")
+            raise RowError("image, audio or video", f"has a part of the type {kind!r}.")
         if not isinstance(fields.get("text"), str) or kind not in TEXT_TYPES:
-            raise RowError("broken content", f"message {index} has a part that is no text: {_shown(part)}.")
+            raise RowError("broken content", f"has a part that is not text: {_shown(part)}.")
         texts.append(fields["text"])
     return "".join(texts)
 
 
-def _with_parsed_arguments(call: Any, index: int) -> dict:
-    if not isinstance(call, dict):
-        raise RowError(
-            "broken tool calls", f"message {index}: each of `tool_calls` must be a dict, got {_shown(call)}."
-        )
-    if "function" in call:
-        return {**call, "function": _with_parsed_arguments(call["function"], index)}
-    if not isinstance(call.get("name"), str):
-        what = f"a tool call has no function with a `name`: {_shown(call)}."
-        raise RowError("broken tool calls", f"message {index}: {what}")
+def _with_parsed_arguments(call: Any) -> dict:
+    if isinstance(call, dict) and "function" in call:
+        return {**call, "function": _with_parsed_arguments(call["function"])}
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise RowError("broken tool calls", f"has a tool call without the `name` of a function: {_shown(call)}.")
     arguments = parsed(call.get("arguments"))
     return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
 
@@ -496,13 +444,9 @@ def parsed(value: Any) -> Any:
 
 def clean_tools(tools: Any) -> list[dict] | None:
     """The tools of a row, a list or its JSON, without what Arrow fills in; None where there are none."""
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) and tools else without_none(tools)
-    except json.JSONDecodeError as error:
-        raise RowError("broken tools", f"`tools` is a string but not JSON ({error}): {_shown(tools)}.") from error
+    tools = parsed(tools) if isinstance(tools, str) else without_none(tools)
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        what = "`tools` must be a list of dicts or the JSON string of one"
-        raise RowError("broken tools", f"{what}, got {_shown(tools)}.")
+        raise RowError("broken tools", f"`tools` must be a list of dicts or the JSON of one, got {_shown(tools)}.")
     return tools or None
 
 
@@ -567,8 +511,7 @@ def _chat(row: dict, messages: list, answer: dict, model: str | None = None) -> 
     messages = clean_messages(messages)
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
-        what = f"no message has the role 'assistant', so nothing can be learnt: the roles are {roles}."
-        raise RowError("no answer", what)
+        raise RowError("no answer", f"no message has the role 'assistant', only {roles}: nothing can be learnt.")
     if roles[0] == "assistant":
         raise RowError("answer first", "the first message is the assistant's: an answer needs a message before it.")
     ids = next((answer[key] for key in TOKEN_ID_KEYS if answer.get(key) is not None), None)
@@ -599,15 +542,12 @@ def _messages(row: dict) -> list:
     completion = next((row[key] for key in ("completion", "response") if row.get(key) is not None), None)
     if completion is None:
         return prompt
-    answer = _as_messages(completion, "assistant", "completion")
+    answer = _message_list(completion, "completion", "assistant")
     if prompt and isinstance(prompt[-1], dict) and prompt[-1].get("role") == "assistant":
         if isinstance(completion, str) and completion == prompt[-1].get("content"):
             return prompt
-        raise RowError(
-            "two answers",
-            "the messages end in an answer and the row has a `completion` or `response` besides: keep the one that "
-            "the target generated.",
-        )
+        what = "the row has a `completion` or `response` besides the answer in its messages: keep the target's own."
+        raise RowError("two answers", what)
     if isinstance(completion, str) and isinstance(row.get("reasoning_content"), str):
         answer[0]["reasoning_content"] = row["reasoning_content"]
     return prompt + answer
@@ -622,26 +562,21 @@ def _prompt(row: dict) -> list:
         has_system = isinstance(row.get("system"), str) and row["system"]
         return [{"role": "system", "content": row["system"]}, *messages] if has_system else messages
     if row.get("prompt") is not None:
-        return _as_messages(row["prompt"], "user", "prompt")
+        return _message_list(row["prompt"], "prompt", "user")
     raise RowError("no messages", "the row has no `messages`: expected a list of {'role': ..., 'content': ...}.")
 
 
-def _as_messages(value: Any, role: str, name: str) -> list:
-    if isinstance(value, str) and not value.lstrip().startswith('[{"'):
+def _message_list(value: Any, name: str, role: str | None = None) -> list:
+    """Messages of a field: a list, or its JSON; with a role also one message of it, or the text of one."""
+    if role and isinstance(value, str) and not value.lstrip().startswith('[{"'):
         return [{"role": role, "content": value}]
-    return [{"role": role, **value}] if isinstance(value, dict) else _message_list(value, name)
-
-
-def _message_list(value: Any, name: str) -> list:
+    if role and isinstance(value, dict):
+        return [{"role": role, **value}]
     # Columns of unlike messages are often stored as JSON text, since Arrow wants one type.
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise RowError("no messages", f"`{name}` is a string but not JSON ({error}): {_shown(value)}.") from error
-    if not isinstance(value, list | tuple):
-        raise RowError("no messages", f"`{name}` must be a list of dicts, got {type(value).__name__}.")
-    return list(value)
+    messages = parsed(value)
+    if not isinstance(messages, list | tuple):
+        raise RowError("no messages", f"`{name}` must be a list of dicts or the JSON of one, got {_shown(value)}.")
+    return list(messages)
 
 
 def _from_sharegpt(message: Any) -> Any:
@@ -674,44 +609,37 @@ def _body(value: Any) -> Any:
 def _read_log(row: dict) -> list[Chat]:
     """Chats of a request to a server and what it answered."""
     response = _body(row.get("response"))
-    # Chunks in a list, or as the server sent them.
-    if isinstance(response, list) or (isinstance(response, str) and response.lstrip().startswith("data:")):
-        raise _streamed(response)
     answered = response if isinstance(response, dict) else {}
     choices = answered.get("choices")
-    if not isinstance(choices, list) or not choices:
+    choices = [c if isinstance(c, dict) else {} for c in choices] if isinstance(choices, list) else []
+    # Chunks in a list, or as the server sent them.
+    is_streamed = isinstance(response, list) or (isinstance(response, str) and response.lstrip().startswith("data:"))
+    if is_streamed or any("delta" in choice and not isinstance(choice.get("message"), dict) for choice in choices):
+        raise RowError(
+            "streamed",
+            "the response was streamed: join their `delta`s into one `message`, or let "
+            f"recipes/generate_completions.py answer the request again: {_shown(response)}.",
+        )
+    if not choices:
         raise RowError("no answer", f"the response to the request has no `choices`: {_shown(response)}.")
     asked = requested(row)
     prompt = _prompt({key: asked.get(key) for key in ("messages", "prompt")})
     chats = []
     for choice in choices:
-        choice = choice if isinstance(choice, dict) else {}
         message = choice.get("message")
         if message is None and isinstance(choice.get("text"), str):
             message = {"content": choice["text"]}
         if not isinstance(message, dict):
-            if "delta" in choice:
-                raise _streamed(choice)
             raise RowError("no answer", f"a choice of the response has no `message`: {_shown(choice)}.")
         chats.append(_chat(asked, [*prompt, {**message, "role": "assistant"}], choice, _name(answered.get("model"))))
     return chats
 
 
-def _streamed(chunks: Any) -> RowError:
-    return RowError(
-        "streamed",
-        "the response was streamed, so its answer lies in pieces: join their `delta`s into one `message`, or let "
-        f"recipes/generate_completions.py answer the request again: {_shown(chunks)}.",
-    )
-
-
 def template_kwargs(value: Any) -> dict[str, Any]:
     """A row's own arguments of the chat template, an object or its JSON; none that say how the template is called."""
     kwargs = without_none(parsed(value) or {})
-    if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
-        raise RowError("broken template arguments", f"`chat_template_kwargs` must be an object, got {_shown(value)}.")
-    if names := ", ".join(sorted(RESERVED_TEMPLATE_KWARGS & kwargs.keys())):
-        what = f"`chat_template_kwargs` holds {names}: only variables of the template may be given."
+    if not isinstance(kwargs, dict) or RESERVED_TEMPLATE_KWARGS & kwargs.keys():
+        what = f"`chat_template_kwargs` must be an object of only variables of the template, got {_shown(value)}."
         raise RowError("broken template arguments", what)
     return kwargs
 

@@ -46,10 +46,7 @@ def as_spans(supervised_spans: Sequence[Sequence[int]] | np.ndarray | None, name
     """Spans as an array [S, 2]; null, as Arrow has it for a document without any, is none."""
     spans = np.asarray(listed(supervised_spans), dtype=np.int64)
     if spans.size and (spans.ndim != 2 or spans.shape[1] != 2):
-        raise ValueError(
-            f"{name} has supervised_spans of shape {spans.shape}, expected [S, 2]: half-open [start, stop] pairs, for "
-            "example [[12, 40]]."
-        )
+        raise ValueError(f"{name} has supervised_spans of shape {spans.shape}, expected [start, stop] pairs, [S, 2].")
     return spans.reshape(-1, 2)
 
 
@@ -157,7 +154,7 @@ def check_documents(documents: Documents, block_size: int) -> None:
     share = share_of_countable_slots(documents, block_size)
     if share == 0.0:
         raise ValueError(
-            f"None of the {len(documents)} documents has two neighbouring supervised tokens, so there is nothing to "
+            f"None of the {len(documents)} documents has two neighbouring supervised tokens: there is nothing to "
             "learn from. Check that the conversations have answers and that max_length does not cut them all off."
         )
     if share < 0.5:

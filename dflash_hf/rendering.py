@@ -142,11 +142,8 @@ def check_complete(message: dict, rendered: str) -> None:
     names = Counter(str(call.get("function", call).get("name", "")) for call in message.get("tool_calls", ()))
     lost += [("tool call", name) for name, count in names.items() if rendered.count(name) < count]
     for name, text in lost:
-        raise RowError(
-            f"{name} lost",
-            f"the template leaves out the answer's {name}, {text[:60]!r}, so what the target generated cannot be "
-            "rebuilt: give `completion_token_ids`, or the template that the target was served with.",
-        )
+        what = "give `completion_token_ids`, or the template that the target was served with"
+        raise RowError(f"{name} lost", f"the template leaves out the answer's {name}, {text[:60]!r}: {what}.")
 
 
 def template_text(answer: str, message: dict) -> str:
@@ -183,8 +180,8 @@ class ChatFormat:
         """
         if not tokenizer.chat_template:
             raise ValueError(
-                "The tokenizer has no chat template, so the target's prompts cannot be rebuilt: use the tokenizer of "
-                "an instruction-tuned target, or set tokenizer.chat_template."
+                "The tokenizer has no chat template: use that of an instruction-tuned target, or set "
+                "tokenizer.chat_template."
             )
         end_ids = frozenset(i for i in (tokenizer.eos_token_id, *eos_token_ids) if i is not None)
         if not end_ids:
@@ -252,20 +249,15 @@ class ChatFormat:
             text = cast(str, self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **kwargs))
         # A template fails with Jinja's errors or with those of the Python operations in it.
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            raise RowError(
-                "template failed",
-                f"the chat template failed on the first {len(messages)} messages "
-                f"({type(error).__name__}: {error}): give the messages the form that this template expects.",
-            ) from error
+            what = f"the chat template failed on the first {len(messages)} messages ({type(error).__name__}: {error})."
+            raise RowError("template failed", what) from error
         if len(text) > LARGEST_TEXT:
-            raise RowError(
-                "text too long", f"the text has {len(text):,} characters, more than the {LARGEST_TEXT:,} of any chat."
-            )
+            raise RowError("text too long", f"the text has {len(text):,} characters, more than {LARGEST_TEXT:,}.")
         try:
             # Half a surrogate pair, which JSON can spell, fails here and not within a batch of other rows.
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise RowError("broken Unicode", f"the text is no valid Unicode ({error}).") from error
+            raise RowError("broken Unicode", f"the text is not valid Unicode ({error}).") from error
         return text
 
     def _rendered_answer(self, chat: Chat, prompt: str, messages: list[dict]) -> str:
@@ -278,7 +270,7 @@ class ChatFormat:
         begin = max(0, at - 20)
         raise RowError(
             "prompt is no prefix",
-            "the rendered prompt is not the beginning of the rendered chat, so the answer's first token is unknown: "
+            "the rendered prompt is not the beginning of the rendered chat: "
             f"at character {at} the prompt has {prompt[begin : at + 40]!r}, the chat {full[begin : at + 40]!r}. "
             "Pass the enable_thinking the answers were generated with, or give `completion_token_ids`.",
         )
@@ -296,8 +288,7 @@ class ChatFormat:
             raise RowError(
                 "no end of turn",
                 f"the rendered answer ends in {rendered[-40:]!r}, which holds none of the ids {sorted(self.end_ids)} "
-                "that end a turn: pass the target's end-of-turn ids as eos_token_ids, or, where its template writes "
-                "none, give `completion_token_ids`.",
+                "that end a turn: pass those of the target as eos_token_ids, or give `completion_token_ids`.",
             )
         return rendered[: end.start() if is_truncated else end.end()]
 

@@ -39,9 +39,9 @@ from .checkpointing import (
     manifest_problems,
     step_of,
 )
+from .documents import manifest_hashes
 from .packing import PackedDataset
 from .remote_checkpoints import fetch_checkpoint, remote_steps
-from .tokenizing import manifest_hashes
 from .training_args import CHANGES, LEARNING_ARGUMENTS
 from .writing import remove
 

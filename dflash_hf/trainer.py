@@ -35,6 +35,7 @@ from .callbacks import (
 from .checkpointing import decided_by_main, rotate, write_checkpoint, writes_alone
 from .configuration_dflash import DFlashDraftConfig
 from .data_collator import IGNORE_INDEX, DataCollatorForDFlash, check_documents, check_token_ids, num_valid_anchors
+from .documents import check_documents_fit
 from .frozen_target import FrozenHead, FrozenTarget, read_eos_token_ids, varied_lengths
 from .losses import BlockSums, Objective, add_context_noise, compares_distributions, drafter_loss, objective_of
 from .modeling_dflash import DFlashDraftModel
@@ -53,7 +54,7 @@ from .resuming import (
     run_record,
     write_record,
 )
-from .tokenizing import check_documents_fit, load_documents, tokenize_completions
+from .tokenizing import load_documents, tokenize_completions
 from .training_args import DFlashTrainingArguments, check_trainer_options
 
 

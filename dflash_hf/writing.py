@@ -105,9 +105,14 @@ def replace_file(path: Path, text: str) -> None:
     """Write a file that is whole, the old or the new one, whenever the process or the machine stops."""
     aside = path.with_name(f"{path.name}.part")
     aside.write_text(text, encoding="utf-8")
+    publish_file(aside, path)
+
+
+def publish_file(aside: Path, final: Path) -> None:
+    """Give a finished file its name in one step, once all of it is on the disk."""
     _flush(aside)
-    aside.replace(path)
-    _flush(path.parent)
+    aside.replace(final)
+    _flush(final.parent)
 
 
 def remove(path: Path) -> None:

@@ -20,16 +20,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from dflash_hf.cli import parse_config
+from dflash_hf.documents import format_summary, marked_examples, plot_lengths, stored_lengths
 from dflash_hf.frozen_target import read_eos_token_ids
 from dflash_hf.packing import pack_documents
-from dflash_hf.tokenizing import (
-    TokenizeOptions,
-    format_summary,
-    marked_examples,
-    plot_lengths,
-    stored_lengths,
-    tokenize_files,
-)
+from dflash_hf.tokenizing import TokenizeOptions, tokenize_files
 
 
 @dataclass

@@ -27,11 +27,11 @@ from dflash_hf.adapting import adapt
 from dflash_hf.callbacks import ProfileCallback, end_together
 from dflash_hf.chats import is_remote
 from dflash_hf.cli import errors_in_one_line, parse_config, refuse_unused
+from dflash_hf.documents import read_manifest
 from dflash_hf.frozen_target import FrozenTarget, random_target, read_target_config, synthetic_documents
 from dflash_hf.losses import compares_distributions
 from dflash_hf.planning import RanksCallback, check_memory, check_ranks, make_plan, preflight
 from dflash_hf.prefetch import place_target, placements
-from dflash_hf.tokenizing import read_manifest
 from dflash_hf.topology import planned_placements
 from dflash_hf.trainer import documents_reader
 from dflash_hf.training_args import check_scripted

@@ -6,7 +6,8 @@ from test_generate_completions import RECIPES, as_file, greedy_alone, load_recip
 from tiny import byte_tokenizer
 
 from dflash_hf.chats import RowError, read_chats
-from dflash_hf.tokenizing import format_summary, tokenize_files
+from dflash_hf.documents import format_summary
+from dflash_hf.tokenizing import tokenize_files
 
 
 USER = {"role": "user", "content": "why?"}

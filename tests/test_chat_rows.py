@@ -69,10 +69,10 @@ def test_a_servers_log_gives_one_chat_per_choice_with_its_own_ids_and_end():
     [
         ({"request": {"messages": ASKED}, "response": {"error": "overloaded"}}, "no answer", "overloaded"),
         ({"request": {"messages": ASKED}, "response": {"choices": [{}]}}, "no answer", "has no `message`"),
-        ({"messages": "[{"}, "no messages", "string but not JSON"),
+        ({"messages": "[{"}, "no messages", r"list of dicts or the JSON of one, got '\[\{'"),
         ({"conversations": [{"from": "gpt2", "value": "x"}]}, "unknown role", "'gpt2'"),
         ({"messages": [{"role": "user", "content": 3}, ANSWER]}, "broken content", "got int"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}, ANSWER]}, "broken content", "no text"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}, ANSWER]}, "broken content", "not text"),
         ({"messages": [{"role": "user", "content": [{"image": "x"}]}, ANSWER]}, "image, audio or video", "message 0"),
         (
             {"messages": [{"role": "user", "content": [{"type": "video_url"}]}, ANSWER]},

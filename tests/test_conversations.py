@@ -13,13 +13,8 @@ from tiny import CHATML_TEMPLATE, byte_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dflash_hf.tokenizing import (
-    DOCUMENT_FEATURES,
-    SOURCE_KEY,
-    read_completions,
-    tokenize_completions,
-    tokenize_conversation,
-)
+from dflash_hf.documents import DOCUMENT_FEATURES
+from dflash_hf.tokenizing import SOURCE_KEY, read_completions, tokenize_completions, tokenize_conversation
 
 
 # Thinking is opened, or opened and closed at once, by the generation prompt.
@@ -270,12 +265,15 @@ class TestToolsAndArrow:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"tools": "[{"}, "`tools` is a string but not JSON"),
+            ({"tools": "[{"}, r"`tools` must be a list of dicts or the JSON of one, got '\[\{'"),
             ({"tools": '{"name": "f"}'}, "`tools` must be a list of dicts"),
             ({"completion_token_ids": ["x"]}, "`completion_token_ids` must be a list of token ids"),
             ({"completion_token_ids": [-1]}, "`completion_token_ids` must be a list of token ids"),
-            ({"messages": [{"role": "user", "tool_calls": 3}]}, "`tool_calls` must be a list, got int"),
-            ({"messages": [{"role": "user", "tool_calls": ["f"]}]}, "each of `tool_calls` must be a dict"),
+            ({"messages": [{"role": "user", "tool_calls": 3}]}, "must have a list of `tool_calls`, got '3'"),
+            (
+                {"messages": [{"role": "user", "tool_calls": ["f"]}]},
+                "call without the `name` of a function: 'f'",
+            ),
         ],
     )
     def test_broken_extras_are_named(self, tokenizer, change, message):
@@ -316,7 +314,7 @@ class TestBadRows:
         [
             ([], "must be a dict with `messages`, got list"),
             ({}, "has no `messages`"),
-            ({"messages": "hello"}, "`messages` must be a list of dicts, got str"),
+            ({"messages": "hello"}, "`messages` must be a list of dicts or the JSON of one, got 'hello'"),
             ({"messages": ["hello"]}, "message 0 must be a dict with a string `role`, got 'hello'"),
             ({"messages": [{"role": "user"}, {"content": "b"}]}, "message 1 must be a dict with a string `role`"),
             ({"messages": [{"role": 1, "content": "b"}]}, "message 0 must be a dict with a string `role`"),
@@ -440,7 +438,7 @@ class TestRead:
         ("text", "message"),
         [
             ('[{"prompt": "a"},\n{"prompt": }]', r"1: the file is no JSON list \(.*line 2 column 12"),
-            ('[{"prompt": "a"}, null]', "2: expected a JSON object, got NoneType .*: 'null'"),
+            ('[{"prompt": "a"}, null]', "2: expected a JSON object, got NoneType: 'null'"),
             ('[{"prompt": "a"}, ["b"]]', "2: expected a JSON object, got list"),
             ('"prompt"', "1: expected a JSON object, got str"),
             ("[" * 100_000, "1: the file is no JSON list"),

@@ -16,8 +16,9 @@ from tiny import byte_tokenizer
 from dflash_hf import chats as json_rows
 from dflash_hf import rendering
 from dflash_hf.data_collator import DataCollatorForDFlash, check_documents, check_token_ids
+from dflash_hf.documents import OutputError, open_documents, stored_lengths
 from dflash_hf.packing import PackedDataset
-from dflash_hf.tokenizing import OutputError, load_documents, open_documents, stored_lengths, tokenize_files
+from dflash_hf.tokenizing import load_documents, tokenize_files
 
 
 TOKENIZER = byte_tokenizer()
@@ -126,13 +127,6 @@ def test_a_shard_that_is_damaged_within_is_named(folder):
     path.unlink()
     tokenize_files(folder.parent / "in", folder, TOKENIZER, disable_tqdm=True)
     assert len(open_documents(folder)) == 78
-
-
-@pytest.mark.parametrize("fields", [{}, {"files": 3}])
-def test_a_manifest_without_its_fields_is_named(folder, fields):
-    (folder / "manifest.json").write_text(json.dumps({"format": "dflash_hf documents 1", **fields}))
-    with pytest.raises(ValueError, match="has not the fields of a manifest"):
-        load_documents(folder, TOKENIZER)
 
 
 # Sizes

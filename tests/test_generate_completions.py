@@ -168,7 +168,7 @@ def test_a_hybrid_target_answers_padded_prompts_as_it_does_alone(prompts, tmp_pa
         ('{"messages": [{"role": null}]}', ':2: "messages" should be a list of objects'),
         ('{"messages": []}', ":2: the last message"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', ":2: the last message"),
-        ('{"prompt": "a", "tools": "x"}', ":2: `tools` is a string but not JSON"),
+        ('{"prompt": "a", "tools": "x"}', ":2: `tools` must be a list of dicts or the JSON of one, got 'x'"),
         ('{"prompt": "a", "tools": "%s"}' % ("[" * 100_000), ":2: lists or objects in the row are nested"),
         ('{"prompt": "a", "chat_template_kwargs": [1]}', ":2: `chat_template_kwargs` must be an object"),
         ('{"prompt": "a", "chat_template_kwargs": {"tokenize": true}}', ":2: .* only variables of the template"),

@@ -10,17 +10,9 @@ import torch
 from tiny import CHATML_TEMPLATE, byte_tokenizer, dense_target
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
+from dflash_hf.documents import MANIFEST_NAME, check_documents_fit, open_documents, read_manifest
 from dflash_hf.packing import PackedDataset
-from dflash_hf.tokenizing import (
-    MANIFEST_NAME,
-    TokenizeOptions,
-    check_documents_fit,
-    load_documents,
-    open_documents,
-    read_manifest,
-    tokenize_completions,
-    tokenize_files,
-)
+from dflash_hf.tokenizing import TokenizeOptions, load_documents, tokenize_completions, tokenize_files
 
 
 TOKENIZER = byte_tokenizer()

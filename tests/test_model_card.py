@@ -24,6 +24,7 @@ from dflash_hf import (
     TokenizeOptions,
     tokenize_files,
 )
+from dflash_hf.documents import open_documents
 from dflash_hf.publishing import (
     RECIPE_ARGUMENTS,
     CardOptions,
@@ -36,7 +37,6 @@ from dflash_hf.publishing import (
     read_facts,
     read_results,
 )
-from dflash_hf.tokenizing import open_documents
 from dflash_hf.validation import Checkpoint, read_folder, serving_commands
 
 

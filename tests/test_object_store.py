@@ -12,14 +12,8 @@ from moto.server import ThreadedMotoServer
 from tiny import byte_tokenizer
 
 from dflash_hf.chats import list_files
-from dflash_hf.tokenizing import (
-    OutputError,
-    TokenizeOptions,
-    load_documents,
-    open_documents,
-    read_completions,
-    tokenize_files,
-)
+from dflash_hf.documents import OutputError, open_documents
+from dflash_hf.tokenizing import TokenizeOptions, load_documents, read_completions, tokenize_files
 
 
 NUM_FILES = 1805

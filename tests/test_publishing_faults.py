@@ -221,7 +221,7 @@ def test_peft_is_missed_where_it_is_needed_and_by_name(adapter, monkeypatch, rec
     words = ["--drafter", str(adapter), "--repo_id", "me/x", "--dry_run", "true"]
     if recipe == "adapt_drafter.py":
         monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *args: None)
-        monkeypatch.setattr("dflash_hf.tokenizing.read_manifest", lambda *args: None)
+        monkeypatch.setattr("dflash_hf.documents.read_manifest", lambda *args: None)
         monkeypatch.setattr("dflash_hf.trainer.read_eos_token_ids", lambda *args: [])
         monkeypatch.setattr("dflash_hf.trainer.load_documents", lambda *args, **kwargs: None)
         words = ["--drafter", "base", "--target", "t", "--documents", "d", "--output_dir", "o", "--use_cpu", "true"]

@@ -17,8 +17,9 @@ from transformers import TrainerCallback
 from dflash_hf import DFlashTrainer
 from dflash_hf.callbacks import TrainingInterrupted
 from dflash_hf.checkpointing import MANIFEST_NAME, make_manifest
+from dflash_hf.documents import open_documents
 from dflash_hf.resuming import RECORD_NAME
-from dflash_hf.tokenizing import TokenizeOptions, open_documents, tokenize_files
+from dflash_hf.tokenizing import TokenizeOptions, tokenize_files
 
 
 STEPS, SAVED = 10, 4

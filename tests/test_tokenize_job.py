@@ -17,17 +17,15 @@ import pytest
 from killing import run_and_kill
 from tiny import CHATML_TEMPLATE, byte_tokenizer
 
-from dflash_hf.tokenizing import (
+from dflash_hf.documents import (
     DocumentFolder,
     OutputError,
-    TokenizeOptions,
     format_summary,
     marked_examples,
     open_documents,
     plot_lengths,
-    tokenize_conversation,
-    tokenize_files,
 )
+from dflash_hf.tokenizing import TokenizeOptions, tokenize_conversation, tokenize_files
 
 
 TOKENIZER = byte_tokenizer()
