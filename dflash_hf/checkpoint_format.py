@@ -8,7 +8,7 @@ checkpoint for those that are errors for transformers, and says the same words.
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -828,19 +828,19 @@ def expected_tensors(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 # --- What loading makes of the rules: one error with all problems, and one spelling of the configuration.
 
 
-def refuse(headline: str, problems: list[str]) -> None:
-    """Raise a `ValueError` with all problems, one a line, if there are any."""
+def refuse(headline: str, problems: Sequence[object]) -> None:
+    """Raise a `ValueError` with all problems, [`Finding`]s or texts, one a line, if there are any."""
     if problems:
         raise ValueError("\n".join([f"{headline}:", *(f"  - {problem}" for problem in problems)]))
 
 
-def _refusals(looks: Iterable[Look], checkpoint: Checkpoint) -> list[str]:
+def _refusals(looks: Iterable[Look], checkpoint: Checkpoint) -> list[Finding]:
     found = [finding for look in looks for finding in look(checkpoint) if finding is not None]
-    return [str(finding) for finding in found if "transformers" in finding.errors]
+    return [finding for finding in found if "transformers" in finding.errors]
 
 
-def field_problems(config: dict[str, Any]) -> list[str]:
-    """Values of a configuration in memory that contradict each other or the format, one text each.
+def field_problems(config: dict[str, Any]) -> list[Finding]:
+    """Values of a configuration in memory that contradict each other or the format.
 
     Args:
         config: Fields at the top level, the drafter's own ones included.
@@ -848,12 +848,12 @@ def field_problems(config: dict[str, Any]) -> list[str]:
     return _refusals(_HELD_IN_MEMORY, Checkpoint("", config=config))
 
 
-def rule_problems(rule_id: str, config: dict[str, Any]) -> list[str]:
-    """What one of `CONFIG_RULES` has against a configuration, one text each."""
+def rule_problems(rule_id: str, config: dict[str, Any]) -> list[Finding]:
+    """What one of `CONFIG_RULES` has against a configuration."""
     return _refusals((rule.look for rule in CONFIG_RULES if rule.id == rule_id), Checkpoint("", config=config))
 
 
-def tensor_problems(config: dict[str, Any], headers: TensorHeaders) -> list[str]:
+def tensor_problems(config: dict[str, Any], headers: TensorHeaders) -> list[Finding]:
     """Tensors that are missing or not expected, and wrong shapes and dtypes.
 
     Args:
@@ -877,7 +877,7 @@ def checkpoint_problems(folder: str | Path, config: dict[str, Any] | None = None
         OSError: The folder or its `config.json` cannot be read.
     """
     folder = Path(folder)
-    problems: list[str] = []
+    problems: list[Finding] = []
     if config is None:
         path = folder / "config.json"
         try:
@@ -887,9 +887,10 @@ def checkpoint_problems(folder: str | Path, config: dict[str, Any] | None = None
     files = frozenset(path.name for path in folder.iterdir())
     problems += _refusals([_mask_embedding], Checkpoint(str(folder), files=files))
     try:
-        return problems + tensor_problems(config, read_tensor_headers(folder))
+        problems += tensor_problems(config, read_tensor_headers(folder))
     except (FileNotFoundError, ValueError) as error:
-        return [*problems, str(error)]
+        return [*map(str, problems), str(error)]
+    return [*map(str, problems)]
 
 
 def normalize_config(raw: dict[str, Any]) -> dict[str, Any]:
@@ -911,10 +912,11 @@ def normalize_config(raw: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def read_config(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def read_config(raw: dict[str, Any]) -> tuple[dict[str, Any], list[Finding]]:
     """[`normalize_config`] with the problems returned, for reports that go on to the tensors."""
     if not isinstance(raw, dict):
-        return {}, [f"config.json holds {raw!r}: expected an object with the fields of a drafter. Copy it again."]
+        why = "Every reader looks fields up in it."
+        return {}, [Finding(f"config.json holds {raw!r}", "an object", why, "Copy it again.")]
     checkpoint = Checkpoint("", config=raw)
     config = {k: v for k, v in raw.items() if k not in ("rope_theta", "rope_scaling", "torch_dtype")}
     moved = {*OWN_FIELDS, "causal", "is_causal"}

@@ -88,7 +88,7 @@ def convert_speculators(
     return drafter
 
 
-def _problems(raw: dict[str, Any], names: list[str]) -> Iterator[str]:
+def _problems(raw: dict[str, Any], names: list[str]) -> Iterator[object]:
     """What the published layout has no place for."""
     kind, layer = raw.get("speculators_model_type"), raw.get("transformer_layer_config")
     if kind is None:

@@ -53,7 +53,8 @@ from .configuration_dflash import DFlashDraftConfig
 
 def _loader(checkpoint: Checkpoint) -> Said:
     try:
-        _, problems = read_config(checkpoint.raw)
+        _, refused = read_config(checkpoint.raw)
+        problems = [f"{finding.found}; expected {finding.expected}" for finding in refused]
         if not problems:
             DFlashDraftConfig.from_dict(copy.deepcopy(checkpoint.raw))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -64,7 +65,7 @@ def _loader(checkpoint: Checkpoint) -> Said:
             "\n".join(problems),
             "a configuration without gaps and contradictions",
             "DFlashDraftModel.from_pretrained refuses it rather than guess.",
-            "Follow each line; the other rules tell what the other readers make of it.",
+            "Correct each; most have a rule of their own, which tells what the other readers make of it.",
             errors=OURS,
         )
 
@@ -268,10 +269,11 @@ class RuleResult:
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON values."""
         status = {reader: self.status(reader) for reader in READERS}
-        findings = [
-            dataclasses.asdict(finding) | {"errors": [*finding.errors], "warnings": [*finding.warnings]}
-            for finding in self.findings or []
-        ]
+        findings = []
+        for finding in self.findings or []:
+            concerned = {"errors": [*finding.errors], "warnings": [*finding.warnings]}
+            # They stand first, and stay lists.
+            findings.append({**concerned, **dataclasses.asdict(finding), **concerned})
         return {"id": self.rule.id, "title": self.rule.title, "status": status, "findings": findings}
 
 
