@@ -144,7 +144,6 @@ class DFlashAttention(Qwen3Attention):
         query = self.q_norm(self.q_proj(hidden_states).view(rows, num_slots, -1, self.head_dim)).transpose(1, 2)
         key = self.k_norm(key.view(*key.shape[:2], -1, self.head_dim)).transpose(1, 2)
         value = value.view(*value.shape[:2], -1, self.head_dim).transpose(1, 2)
-
         cos, sin = position_embeddings
         # The norms' fp32 weights give fp32 under autocast, where flex attention would then run in fp32 too.
         query = _rotate(query, cos[:, -num_slots:], sin[:, -num_slots:]).to(value.dtype)

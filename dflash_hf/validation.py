@@ -95,9 +95,13 @@ _FILE_RULES = (
     _file_rule("config_file", "config.json is a JSON object"),
     _file_rule("weights_file", "the tensor headers can be read"),
 )
-_LOADER_RULE = Rule("loader", "dflash_hf accepts config.json", OURS, _loader)
-_VALUE_RULE = Rule("tensor_values", "no NaN, no infinity", ALL, _values)
-RULES = (*_FILE_RULES, *CONFIG_RULES, _LOADER_RULE, *TENSOR_RULES, _VALUE_RULE)
+RULES = (
+    *_FILE_RULES,
+    *CONFIG_RULES,
+    Rule("loader", "dflash_hf accepts config.json", OURS, _loader),
+    *TENSOR_RULES,
+    Rule("tensor_values", "no NaN, no infinity", ALL, _values),
+)
 
 
 # --- Reading a folder or a repository.
@@ -153,9 +157,8 @@ def read_repository(name: str, revision: str | None) -> Checkpoint:
         files = sorted(file for file in listed if file.endswith(".safetensors") and "/" not in file)
         if files and all((folder / file).is_file() for file in files):
             return read_folder(folder, name, revision)
-        headers = _fetch_headers(name, revision, folder, files)
-        return dataclasses.replace(checkpoint, headers=headers)
-    except _BrokenWeightsError as error:
+        return dataclasses.replace(checkpoint, headers=_fetch_headers(name, revision, folder, files))
+    except SafetensorsParsingError as error:
         checkpoint.unreadable["weights_file"] = _broken_weights(f"{name}: {without_secrets(str(error))}")
     except _NETWORK_ERRORS as error:
         cached = read_folder(folder, name, revision)
@@ -170,17 +173,11 @@ def read_repository(name: str, revision: str | None) -> Checkpoint:
     return checkpoint
 
 
-class _BrokenWeightsError(Exception):
-    """The Hub answers, and what it holds are not the weights of a drafter."""
-
-
 def _fetch_headers(name: str, revision: str | None, folder: Path, files: list[str]) -> TensorHeaders:
+    """The headers of a repository; a `SafetensorsParsingError` where it does not hold the weights of a drafter."""
     if not files:
-        raise _BrokenWeightsError("there is no safetensors file. Push the drafter saved as safetensors")
-    try:
-        parsed = {file: parse_safetensors_file_metadata(name, file, revision=revision).tensors for file in files}
-    except SafetensorsParsingError as error:
-        raise _BrokenWeightsError(str(error)) from error
+        raise SafetensorsParsingError("there is no safetensors file. Push the drafter saved as safetensors")
+    parsed = {file: parse_safetensors_file_metadata(name, file, revision=revision).tensors for file in files}
     headers: dict[str, TensorHeaders] = {
         file: {tensor: (info.dtype, tuple(info.shape)) for tensor, info in tensors.items()}
         for file, tensors in parsed.items()
@@ -188,7 +185,7 @@ def _fetch_headers(name: str, revision: str | None, folder: Path, files: list[st
     try:
         return joined_headers(folder, headers)
     except (FileNotFoundError, ValueError) as error:
-        raise _BrokenWeightsError(str(error)) from error
+        raise SafetensorsParsingError(str(error)) from error
 
 
 def _broken_weights(found: str) -> Finding:
