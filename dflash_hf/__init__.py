@@ -7,9 +7,10 @@ of torch on CUDA ([`masking.whole_heads_attention`]).
 
 Files, in the order in which data flows:
 
-- the drafter: `masking` (who sees whom), `checkpoint_format` (what its files must hold), `configuration_dflash`,
-  `modeling_dflash` (these four are published beside it as remote code), `auto` (registers it), `validation`
-  (`dflash-hf validate`), `convert_speculators` (from another format);
+- the drafter: `masking` (who sees whom), `checkpoint_files` (its folder and the headers of its tensors),
+  `checkpoint_format` (what they must hold), `configuration_dflash`, `modeling_dflash` (these five are published beside
+  it as remote code), `auto` (registers it), `validation` (`dflash-hf validate`), `convert_speculators` (from another
+  format);
 - from chats to batches: `chats` (files to rows to chats), `rendering` (chats to token ids), `packing` (documents to
   rows), `data_collator` (rows to tensors), `tokenizing` (rows to documents, in memory or by a job over files),
   `documents` (the folder that it writes and training opens);

@@ -12,7 +12,8 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from .checkpoint_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, expected_tensors, file_headers
+from .checkpoint_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, file_headers
+from .checkpoint_format import expected_tensors
 from .modeling_dflash import DFlashDraftModel
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import is_peft_available, logging
 
-from .checkpoint_format import field_problems, problem_report
+from .checkpoint_format import field_problems, refuse
 from .configuration_dflash import DFlashDraftConfig
 from .frozen_target import FrozenTarget
 from .modeling_dflash import DFlashDraftModel
@@ -337,9 +337,7 @@ def _rebuilt(drafter: DFlashDraftModel, tensors: dict[str, torch.Tensor] | None 
     """A new drafter with some fields and tensors replaced, where the old one is, in its dtype and mode."""
     config = copy.deepcopy(drafter.config)
     # What the drafter was read with, a causality or a model type of its own, stays with a copy.
-    problems = field_problems({**vars(config), **changes})
-    if problems:
-        raise ValueError(problem_report(f"The drafter cannot be changed to {changes}", problems))
+    refuse(f"The drafter cannot be changed to {changes}", field_problems({**vars(config), **changes}))
     for name, value in changes.items():
         setattr(config, name, value)
     state_dict = {name: tensor.detach().clone() for name, tensor in drafter.state_dict().items()} | (tensors or {})

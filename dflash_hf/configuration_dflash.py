@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.utils import logging
 
-from .checkpoint_format import OWN_FIELDS, field_problems, normalize_config, refuse, refuse_adapter, spelling_problems
+from .checkpoint_files import refuse_adapter
+from .checkpoint_format import OWN_FIELDS, field_problems, normalize_config, refuse, rule_problems
 
 
 logger = logging.get_logger(__name__)
@@ -76,7 +77,7 @@ class DFlashDraftConfig(Qwen3Config):
 
     def __new__(cls, *args, **kwargs):
         # Only here is it known whether block_size was given or is the default.
-        refuse("The configuration contradicts itself", spelling_problems(kwargs))
+        refuse("The configuration contradicts itself", rule_problems("same_spelling", kwargs))
         return super().__new__(cls)
 
     def __post_init__(self, **kwargs):

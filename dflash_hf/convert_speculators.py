@@ -16,16 +16,8 @@ from safetensors import safe_open
 from transformers import AutoConfig
 from transformers.utils import logging
 
-from .checkpoint_format import (
-    EAGLE_TAPS,
-    OTHER_LAYOUTS,
-    PARTIAL_ROTATION,
-    PARTLY_READ,
-    SIZES,
-    fetch_checkpoint,
-    read_tensor_headers,
-    refuse,
-)
+from .checkpoint_files import fetch_checkpoint, read_tensor_headers
+from .checkpoint_format import EAGLE_TAPS, OTHER_LAYOUTS, PARTIAL_ROTATION, PARTLY_READ, SIZES, refuse, rule_problems
 from .configuration_dflash import DFlashDraftConfig
 from .modeling_dflash import DFlashDraftModel
 
@@ -96,7 +88,7 @@ def convert_speculators(
     return drafter
 
 
-def _problems(raw: dict[str, Any], names: list[str]) -> Iterator[str]:
+def _problems(raw: dict[str, Any], names: list[str]) -> Iterator[object]:
     """What the published layout has no place for."""
     kind, layer = raw.get("speculators_model_type"), raw.get("transformer_layer_config")
     if kind is None:
@@ -110,7 +102,15 @@ def _problems(raw: dict[str, Any], names: list[str]) -> Iterator[str]:
         yield f"transformer_layer_config is {layer!r}: expected the fields of the drafter's layers. Copy it again."
     else:
         yield from _tap_problems(raw.get("aux_hidden_state_layer_ids"))
-        yield from _field_problems(raw, layer)
+        # Its own fields announce a layout of its own, which is the one that is converted.
+        fields = {name: value for name, value in raw.items() if OTHER_LAYOUTS.get(name) != "speculators"}
+        yield from rule_problems("layout", {**fields, "vocab_size": layer.get("vocab_size")})
+        width, hidden_size = raw.get("target_hidden_size"), layer.get("hidden_size")
+        if width not in (None, hidden_size):
+            yield (
+                f"target_hidden_size is {width} and hidden_size {hidden_size}: they must be equal, since the "
+                "published layout uses the target's embeddings and head. Train a drafter of the target's width."
+            )
         yield from (
             f"{name} is {_OF_THE_TARGET[name]}, which the published layout takes from the target. If it is an "
             "unchanged copy of the target's, save the checkpoint again without it."
@@ -126,33 +126,9 @@ def _tap_problems(ids: Any) -> Iterator[str]:
         yield f"aux_hidden_state_layer_ids={ids} names a layer twice: readers expect each once."
     elif min(ids) < 1:
         yield (
-            f"aux_hidden_state_layer_ids={ids} holds {min(ids)}: id 0 is the target's embedding, and a drafter of the "
-            "published layout reads outputs of layers only. Train one without it."
+            f"aux_hidden_state_layer_ids={ids} holds {min(ids)}: id 0 is the target's embedding, and the published "
+            "layout reads outputs of layers only. Train a drafter without it."
         )
-
-
-def _field_problems(raw: dict[str, Any], layer: dict[str, Any]) -> Iterator[str]:
-    vocabulary, drafted = layer.get("vocab_size"), raw.get("draft_vocab_size")
-    if drafted != vocabulary:
-        yield (
-            f"draft_vocab_size is {drafted} and the target's vocab_size {vocabulary}: a drafter of the published "
-            "layout uses the target's head. Train one over the full vocabulary."
-        )
-    if raw.get("sample_from_anchor"):
-        yield (
-            "sample_from_anchor is true: slot j predicts the token after it, while in the published layout it "
-            "predicts its own. Train a drafter without it."
-        )
-    width, hidden_size = raw.get("target_hidden_size"), layer.get("hidden_size")
-    if width not in (None, hidden_size):
-        yield (
-            f"target_hidden_size is {width} and hidden_size {hidden_size}: they must be equal, since a drafter of the "
-            "published layout uses the target's embeddings and head. Train one of the target's width."
-        )
-    known = {"sample_from_anchor", "speculators_model_type", "speculators_config", "transformer_layer_config"}
-    for name, layout in OTHER_LAYOUTS.items():
-        if name not in known and raw.get(name):
-            yield f"{name} is {raw[name]!r}: this is the layout of {layout}, which is not the one trained here."
 
 
 def _target_depth(raw: dict[str, Any], folder: str) -> int:

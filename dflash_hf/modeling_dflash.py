@@ -30,18 +30,14 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.hub import extract_commit_hash
 
-from .checkpoint_format import (
+from .checkpoint_files import (
     WEIGHT_DTYPES,
-    checkpoint_problems,
-    expected_tensors,
     fetch_checkpoint,
-    field_problems,
     read_tensor_headers,
-    refuse,
     refuse_adapter,
     state_dict_headers,
-    tensor_problems,
 )
+from .checkpoint_format import checkpoint_problems, field_problems, refuse, tensor_problems
 from .configuration_dflash import DFlashDraftConfig
 from .masking import (
     ChunkedMask,
@@ -94,7 +90,7 @@ def _check_state_dict(config: DFlashDraftConfig, state_dict: dict[str, torch.Ten
         for name, tensor in state_dict.items()
         if tensor.is_meta
     ]
-    refuse(headline, offloaded or tensor_problems(expected_tensors(vars(config)), state_dict_headers(state_dict)))
+    refuse(headline, offloaded or tensor_problems(vars(config), state_dict_headers(state_dict)))
 
 
 def _unwrapped(state_dict: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
@@ -148,7 +144,6 @@ class DFlashAttention(Qwen3Attention):
         query = self.q_norm(self.q_proj(hidden_states).view(rows, num_slots, -1, self.head_dim)).transpose(1, 2)
         key = self.k_norm(key.view(*key.shape[:2], -1, self.head_dim)).transpose(1, 2)
         value = value.view(*value.shape[:2], -1, self.head_dim).transpose(1, 2)
-
         cos, sin = position_embeddings
         # The norms' fp32 weights give fp32 under autocast, where flex attention would then run in fp32 too.
         query = _rotate(query, cos[:, -num_slots:], sin[:, -num_slots:]).to(value.dtype)

@@ -40,7 +40,7 @@ from .acceptance import plot_label
 from .adapting import is_adapter, plain_drafter
 from .callbacks import first_nonfinite_parameter
 from .chats import describe
-from .checkpoint_format import WEIGHT_DTYPES, is_adapter_folder
+from .checkpoint_files import WEIGHT_DTYPES, is_adapter_folder
 from .checkpointing import STAGING_PREFIX
 from .modeling_dflash import DFlashDraftModel
 from .packing import PackedDataset

@@ -7,6 +7,7 @@ What cannot be read is a finding like all others.
 
 import argparse
 import copy
+import dataclasses
 import json
 import shlex
 import sys
@@ -23,23 +24,26 @@ from safetensors import safe_open
 from yaml import YAMLError
 
 from .chats import without_secrets
+from .checkpoint_files import (
+    WEIGHT_DTYPES,
+    TensorHeaders,
+    is_adapter_folder,
+    joined_headers,
+    merging_advice,
+    read_tensor_headers,
+)
 from .checkpoint_format import (
     ALL,
     CONFIG_RULES,
+    OURS,
     READERS,
     TENSOR_RULES,
-    WEIGHT_DTYPES,
     Checkpoint,
     Finding,
     Rule,
     Said,
-    TensorHeaders,
     enumerate_some,
-    is_adapter_folder,
-    joined_headers,
-    merging_advice,
     read_config,
-    read_tensor_headers,
 )
 from .configuration_dflash import DFlashDraftConfig
 
@@ -49,7 +53,8 @@ from .configuration_dflash import DFlashDraftConfig
 
 def _loader(checkpoint: Checkpoint) -> Said:
     try:
-        _, problems = read_config(checkpoint.raw)
+        _, refused = read_config(checkpoint.raw)
+        problems = [f"{finding.found}; expected {finding.expected}" for finding in refused]
         if not problems:
             DFlashDraftConfig.from_dict(copy.deepcopy(checkpoint.raw))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -60,8 +65,8 @@ def _loader(checkpoint: Checkpoint) -> Said:
             "\n".join(problems),
             "a configuration without gaps and contradictions",
             "DFlashDraftModel.from_pretrained refuses it rather than guess.",
-            "Follow each line; the other rules tell what the other readers make of it.",
-            errors=("transformers",),
+            "Correct each; most have a rule of their own, which tells what the other readers make of it.",
+            errors=OURS,
         )
 
 
@@ -76,12 +81,9 @@ def _values(checkpoint: Checkpoint) -> Said:
             names = [name for name in tensors.keys() if checkpoint.headers[name][0] in WEIGHT_DTYPES]  # noqa: SIM118
             broken += [name for name in names if not tensors.get_tensor(name).isfinite().all()]
     if broken:
-        yield Finding(
-            f"{len(broken)} of {len(checkpoint.headers)} tensors hold NaN or infinity: {enumerate_some(broken)}",
-            "finite values",
-            "Readers load it without a word, and none of its drafts is accepted.",
-            "Copy the file again, or take an earlier checkpoint of the run.",
-        )
+        found = f"{len(broken)} of {len(checkpoint.headers)} tensors hold NaN or infinity: {enumerate_some(broken)}"
+        why = "Readers load it without a word, and none of its drafts is accepted."
+        yield Finding(found, "finite values", why, "Copy the file again, or take an earlier checkpoint of the run.")
 
 
 def _file_rule(rule_id: str, title: str) -> Rule:
@@ -93,9 +95,13 @@ _FILE_RULES = (
     _file_rule("config_file", "config.json is a JSON object"),
     _file_rule("weights_file", "the tensor headers can be read"),
 )
-_LOADER_RULE = Rule("loader", "dflash_hf accepts config.json", ("transformers",), _loader)
-_VALUE_RULE = Rule("tensor_values", "no NaN, no infinity", ALL, _values)
-RULES = (*_FILE_RULES, *CONFIG_RULES, _LOADER_RULE, *TENSOR_RULES, _VALUE_RULE)
+RULES = (
+    *_FILE_RULES,
+    *CONFIG_RULES,
+    Rule("loader", "dflash_hf accepts config.json", OURS, _loader),
+    *TENSOR_RULES,
+    Rule("tensor_values", "no NaN, no infinity", ALL, _values),
+)
 
 
 # --- Reading a folder or a repository.
@@ -114,18 +120,16 @@ def read_folder(path: Path, name: str, revision: str | None = None) -> Checkpoin
         name: What to call it in reports and serving commands.
         revision: The revision of the repository it is a copy of.
     """
-    unreadable: dict[str, Finding] = {}
     if not path.is_dir():
-        found, why = f"{path} is a file", "A drafter is a folder with config.json and safetensors files."
-        unreadable["folder"] = Finding(found, "a folder or a repository", why, "Give its folder.")
-        return Checkpoint(name, revision, unreadable=unreadable)
-    headers = None
+        why = "A drafter is a folder with config.json and safetensors files."
+        finding = Finding(f"{path} is a file", "a folder or a repository", why, "Give its folder.")
+        return Checkpoint(name, revision, unreadable={"folder": finding})
+    checkpoint = _read_small_files(path, name, revision)
     try:
-        headers = read_tensor_headers(path)
+        return dataclasses.replace(checkpoint, headers=read_tensor_headers(path), folder=path)
     except (OSError, ValueError) as error:
-        unreadable["weights_file"] = _broken_weights(str(error))
-    small = _read_small_files(path, unreadable)
-    return Checkpoint(name, revision, headers=headers, unreadable=unreadable, folder=path, **small)
+        checkpoint.unreadable["weights_file"] = _broken_weights(str(error))
+    return dataclasses.replace(checkpoint, folder=path)
 
 
 def read_repository(name: str, revision: str | None) -> Checkpoint:
@@ -138,55 +142,86 @@ def read_repository(name: str, revision: str | None) -> Checkpoint:
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=_SMALL_FILES))
     except _NETWORK_ERRORS as error:
-        return Checkpoint(name, revision, unreadable={"folder": _no_repository(name, error)})
-    cached = {path.name for path in folder.glob("*.safetensors")}
-    unreadable: dict[str, Finding] = {}
-    headers = None
+        finding = Finding(
+            f"no folder {name}, and no such repository: {without_secrets(str(error))}",
+            "a folder, or a repository that can be reached",
+            "There is nothing to look at.",
+            "Check the spelling, the revision, the network and the access token (HF_TOKEN, or `hf auth login`), "
+            "without which a private repository is not found.",
+        )
+        return Checkpoint(name, revision, unreadable={"folder": finding})
+    checkpoint = _read_small_files(folder, name, revision)
     try:
-        files = [file for file in list_repo_files(name, revision=revision) if file.endswith(".safetensors")]
         # Engines read those of the folder itself.
-        files = sorted(file for file in files if "/" not in file)
-        if cached and cached >= set(files):
+        listed = list_repo_files(name, revision=revision)
+        files = sorted(file for file in listed if file.endswith(".safetensors") and "/" not in file)
+        if files and all((folder / file).is_file() for file in files):
             return read_folder(folder, name, revision)
-        headers = _fetch_headers(name, revision, folder, files)
-    except _BrokenWeightsError as error:
-        unreadable["weights_file"] = _broken_weights(f"{name}: {without_secrets(str(error))}")
+        return dataclasses.replace(checkpoint, headers=_fetch_headers(name, revision, folder, files))
+    except SafetensorsParsingError as error:
+        checkpoint.unreadable["weights_file"] = _broken_weights(f"{name}: {without_secrets(str(error))}")
     except _NETWORK_ERRORS as error:
-        if cached and not _lacks_shards(folder, cached):
-            return read_folder(folder, name, revision)
-        unreadable["weights_file"] = _not_fetched(name, error)
-    small = _read_small_files(folder, unreadable)
-    return Checkpoint(name, revision, headers=headers, unreadable=unreadable, **small)
+        cached = read_folder(folder, name, revision)
+        if cached.headers is not None:
+            return cached
+        checkpoint.unreadable["weights_file"] = Finding(
+            f"{name}: the tensors' headers cannot be fetched: {without_secrets(str(error))}",
+            "headers that can be fetched",
+            "The tensors' names and shapes are looked up in the first bytes of the safetensors files.",
+            "Check the network and the access token (HF_TOKEN, or `hf auth login`), or validate a local folder.",
+        )
+    return checkpoint
 
 
-def _read_small_files(path: Path, unreadable: dict[str, Finding]) -> dict[str, Any]:
-    """The fields of a [`Checkpoint`] that are read without the weights."""
-    config = _read_config_file(path / "config.json", unreadable)
-    files = frozenset(entry.name for entry in path.iterdir())
-    return {"config": config, "files": files, "base_model": _base_model(path, config)}
-
-
-def _read_config_file(path: Path, unreadable: dict[str, Finding]) -> dict[str, Any] | None:
-    why, remedy = "Every reader starts with it.", "Copy it again, from the folder the drafter was saved to."
+def _fetch_headers(name: str, revision: str | None, folder: Path, files: list[str]) -> TensorHeaders:
+    """The headers of a repository; a `SafetensorsParsingError` where it does not hold the weights of a drafter."""
+    if not files:
+        raise SafetensorsParsingError("there is no safetensors file. Push the drafter saved as safetensors")
+    parsed = {file: parse_safetensors_file_metadata(name, file, revision=revision).tensors for file in files}
+    headers: dict[str, TensorHeaders] = {
+        file: {tensor: (info.dtype, tuple(info.shape)) for tensor, info in tensors.items()}
+        for file, tensors in parsed.items()
+    }
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        return joined_headers(folder, headers)
+    except (FileNotFoundError, ValueError) as error:
+        raise SafetensorsParsingError(str(error)) from error
+
+
+def _broken_weights(found: str) -> Finding:
+    expected = "model.safetensors, or all shards with model.safetensors.index.json"
+    why = "The tensors' names and shapes are looked up in the headers of these files."
+    return Finding(found, expected, why, "Copy the files again, or save the drafter again.")
+
+
+def _read_small_files(path: Path, name: str, revision: str | None) -> Checkpoint:
+    """What is known of a drafter without its weights."""
+    config, found = None, None
+    remedy = "Copy it again, from the folder the drafter was saved to."
+    file = path / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            found, config = f"{file} holds {type(config).__name__}, not an object", None
     except OSError as error:
-        if is_adapter_folder(path.parent):
-            remedy = f"It is the folder of an adapter. {merging_advice(path.parent)}"
-        found = f"no file {path}" if isinstance(error, FileNotFoundError) else f"{path}: {error}"
+        if is_adapter_folder(path):
+            remedy = f"It is the folder of an adapter. {merging_advice(path)}"
+        found = f"no file {file}" if isinstance(error, FileNotFoundError) else f"{file}: {error}"
     except ValueError as error:
-        found = f"{path} is not valid JSON: {error}"
-    else:
-        if isinstance(config, dict):
-            return config
-        found = f"{path} holds {type(config).__name__}, not an object"
-    unreadable["config_file"] = Finding(found, "config.json with an object", why, remedy)
-    return None
+        found = f"{file} is not valid JSON: {error}"
+    unreadable = {}
+    if found is not None:
+        unreadable["config_file"] = Finding(
+            found, "config.json with an object", "Every reader starts with it.", remedy
+        )
+    files = frozenset(entry.name for entry in path.iterdir())
+    base_model = _base_model(path, config or {})
+    return Checkpoint(name, revision, files, config, base_model=base_model, unreadable=unreadable)
 
 
-def _base_model(folder: Path, config: dict[str, Any] | None) -> str | None:
+def _base_model(folder: Path, config: dict[str, Any]) -> str | None:
     """The target, where `config.json` or the model card names it."""
-    named = (config or {}).get("base_model")
+    named = config.get("base_model")
     if named is None and (folder / "README.md").is_file():
         try:
             named = (metadata_load(folder / "README.md") or {}).get("base_model")
@@ -197,67 +232,13 @@ def _base_model(folder: Path, config: dict[str, Any] | None) -> str | None:
     return named if isinstance(named, str) else None
 
 
-class _BrokenWeightsError(Exception):
-    """The Hub answers, and what it holds are not the weights of a drafter."""
-
-
-def _fetch_headers(name: str, revision: str | None, folder: Path, files: list[str]) -> TensorHeaders:
-    if not files:
-        raise _BrokenWeightsError("there is no safetensors file. Push the drafter saved as safetensors")
-    headers: dict[str, TensorHeaders] = {}
-    for file in files:
-        try:
-            tensors = parse_safetensors_file_metadata(name, file, revision=revision).tensors
-        except SafetensorsParsingError as error:
-            raise _BrokenWeightsError(str(error)) from error
-        headers[file] = {tensor: (info.dtype, tuple(info.shape)) for tensor, info in tensors.items()}
-    try:
-        return joined_headers(folder, headers)
-    except (FileNotFoundError, ValueError) as error:
-        raise _BrokenWeightsError(str(error)) from error
-
-
-def _lacks_shards(folder: Path, cached: set[str]) -> bool:
-    """Whether the index names files that were never downloaded; what cannot be told is looked at by other rules."""
-    try:
-        listed = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
-        return not cached.issuperset(listed.values())
-    except FileNotFoundError:
-        return "model.safetensors" not in cached
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return False
-
-
-def _no_repository(name: str, error: Exception) -> Finding:
-    return Finding(
-        f"no folder {name}, and no such repository: {without_secrets(str(error))}",
-        "a folder, or a repository that can be reached",
-        "There is nothing to look at.",
-        "Check the spelling, the revision, the network and the access token (HF_TOKEN, or `hf auth login`), without "
-        "which a private repository is not found.",
-    )
-
-
-def _not_fetched(name: str, error: Exception) -> Finding:
-    return Finding(
-        f"{name}: the tensors' headers cannot be fetched: {without_secrets(str(error))}",
-        "headers that can be fetched",
-        "The tensors' names and shapes are looked up in the first bytes of the safetensors files.",
-        "Check the network and the access token (HF_TOKEN, or `hf auth login`), or validate a local folder.",
-    )
-
-
-def _broken_weights(found: str) -> Finding:
-    expected = "model.safetensors, or all shards with model.safetensors.index.json"
-    why = "The tensors' names and shapes are looked up in the headers of these files."
-    return Finding(found, expected, why, "Copy the files again, or save the drafter again.")
-
-
 # --- The report.
 
 
 _WIDTH = 100
 _CELLS = {"ok": "ok", "warning": "warning", "error": "ERROR", "unchecked": "?", "unconcerned": "-"}
+# Tensors that are named one a line in a printed report; JSON has all.
+_MOST_LINES = 8
 
 
 @dataclass(frozen=True)
@@ -285,17 +266,11 @@ class RuleResult:
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON values."""
         status = {reader: self.status(reader) for reader in READERS}
-        findings = [
-            {
-                "errors": list(finding.errors),
-                "warnings": list(finding.warnings),
-                "found": finding.found,
-                "expected": finding.expected,
-                "why": finding.why,
-                "remedy": finding.remedy,
-            }
-            for finding in self.findings or []
-        ]
+        findings = []
+        for finding in self.findings or []:
+            concerned = {"errors": [*finding.errors], "warnings": [*finding.warnings]}
+            # They stand first, and stay lists.
+            findings.append({**concerned, **dataclasses.asdict(finding), **concerned})
         return {"id": self.rule.id, "title": self.rule.title, "status": status, "findings": findings}
 
 
@@ -320,16 +295,14 @@ class ValidationReport:
         """Whether one of `READERS` has no error."""
         return all(result.status(reader) != "error" for result in self.results)
 
-    def findings(self, rule_id: str) -> list[Finding]:
-        """What violates one rule."""
-        return self._result(rule_id).findings or []
+    def findings(self, rule_id: str | None = None) -> list[Finding]:
+        """What violates one rule, or any."""
+        concerned = [result for result in self.results if rule_id in (None, result.rule.id)]
+        return [finding for result in concerned for finding in result.findings or []]
 
     def status(self, rule_id: str, reader: str) -> str:
         """What became of one rule for one of `READERS`, as in [`RuleResult.status`]."""
-        return self._result(rule_id).status(reader)
-
-    def _result(self, rule_id: str) -> RuleResult:
-        return next(result for result in self.results if result.rule.id == rule_id)
+        return next(result for result in self.results if result.rule.id == rule_id).status(reader)
 
     def serving_commands(self) -> dict[str, str]:
         """For each of `READERS`, the command or snippet that drafts with this checkpoint."""
@@ -365,21 +338,20 @@ class ValidationReport:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        yield from _wrap(self._headline(), "")
+        name, revision = self.checkpoint.name, self.checkpoint.revision
+        yield from _wrap(f"{name}{f' at {revision}' if revision else ''}: {self._headline()}")
         yield ""
         yield f"{'':<18}  {'':<34}  {'vLLM':<8} {'SGLang':<8} {'z-lab':<8} transformers"
         for result in self.results:
             cells = [f"{_CELLS[result.status(reader)]:<8}" for reader in READERS]
             yield f"{result.rule.id:<18}  {result.rule.title:<34}  {' '.join(cells)}".rstrip()
         yield ""
-        yield from _wrap(f"Checked against {', '.join(READERS.values())}. -: not concerned. ?: could not be told.", "")
+        yield from _wrap(f"Checked against {', '.join(READERS.values())}. -: not concerned. ?: could not be told.")
         if self.checkpoint.headers is not None and self.checkpoint.folder is None:
-            revision = f" --revision {shlex.quote(self.checkpoint.revision)}" if self.checkpoint.revision else ""
+            flag = f" --revision {shlex.quote(revision)}" if revision else ""
             yield from _wrap(
                 "Only the headers of the tensors were fetched: the values were not read, and may hold NaN. They are "
-                f"looked through once they are here: `hf download {shlex.quote(self.checkpoint.name)}{revision}`, "
-                "then this again.",
-                "",
+                f"looked through once they are here: `hf download {shlex.quote(name)}{flag}`, then this again."
             )
         for result in self.results:
             for finding in result.findings or []:
@@ -401,13 +373,11 @@ class ValidationReport:
         if summary["target_layer_ids"] is not None:
             taps = ", ".join(map(str, summary["target_layer_ids"]))
             parts.append(f"reads layers {taps} of {summary['num_target_layers'] or '?'}")
-        revision = f" at {self.checkpoint.revision}" if self.checkpoint.revision else ""
-        return f"{self.checkpoint.name}{revision}: {'; '.join(parts) or 'nothing could be read'}"
+        return "; ".join(parts) or "nothing could be read"
 
     def _verdict(self) -> str:
-        findings = [finding for result in self.results for finding in result.findings or []]
-        errors = sum(bool(finding.errors) for finding in findings)
-        warnings = sum(bool(finding.warnings) and not finding.errors for finding in findings)
+        errors = sum(bool(finding.errors) for finding in self.findings())
+        warnings = sum(bool(finding.warnings) and not finding.errors for finding in self.findings())
         if errors:
             bad = ", ".join(reader for reader in READERS if not self.ok_for(reader))
             return f"NOT OK: {errors} error(s), {warnings} warning(s). Do not use it with {bad}."
@@ -422,11 +392,13 @@ def _finding_lines(rule: Rule, finding: Finding) -> Iterator[str]:
     rows = (("found", finding.found), ("expected", finding.expected), ("why", finding.why), ("do", finding.remedy))
     for label, text in rows:
         lines = text.splitlines()
+        if len(lines) > _MOST_LINES:
+            lines[_MOST_LINES:] = [f"and {len(lines) - _MOST_LINES} more"]
         for number, line in enumerate(lines):
             yield from _wrap(line, f"    {label + ':' if number == 0 else '':<10}{'- ' if len(lines) > 1 else ''}")
 
 
-def _wrap(text: str, head: str) -> list[str]:
+def _wrap(text: str, head: str = "") -> list[str]:
     later = " " * len(head)
     lines = textwrap.wrap(text, _WIDTH, initial_indent=head, subsequent_indent=later, break_on_hyphens=False)
     return lines or [head.rstrip()]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.checkpoint_format import is_adapter_folder
+from dflash_hf.checkpoint_files import is_adapter_folder
 from dflash_hf.cli import parse_config
 from dflash_hf.publishing import (
     PLOT_NAME,

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, Qwen3Config
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
-from dflash_hf.checkpoint_format import fetch_checkpoint
+from dflash_hf.checkpoint_files import fetch_checkpoint
 
 
 # Names the files that a repository ships, and who wrote them: no reader computes with these.
@@ -356,7 +356,7 @@ def test_all_that_engines_would_read_is_downloaded_and_no_more(tmp_path, monkeyp
             shutil.copy(tmp_path / "hub" / name, tmp_path / "cache" / name)
         return str(tmp_path / "cache")
 
-    monkeypatch.setattr("dflash_hf.checkpoint_format.snapshot_download", download)
+    monkeypatch.setattr("dflash_hf.checkpoint_files.snapshot_download", download)
     folder = fetch_checkpoint("z-lab/Drafter", subfolder, revision="b16")
     fetched = {"config.json", "model.safetensors", "extra.safetensors", "model.safetensors.index.json"}
     assert {path.name for path in folder.iterdir()} == fetched | {"mask_embedding.pt"}
