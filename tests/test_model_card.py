@@ -24,7 +24,7 @@ from dflash_hf import (
     TokenizeOptions,
     tokenize_files,
 )
-from dflash_hf.publishing import (
+from dflash_hf.model_card import (
     RECIPE_ARGUMENTS,
     CardOptions,
     _data,
