@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from dflash_hf import FrozenTarget
 from dflash_hf import masking as sdpa_attention
 from dflash_hf.frozen_target import varied_lengths
-from dflash_hf.generation import DecodingState, UncachedDecodingState
+from dflash_hf.generation import DecodingState
 from dflash_hf.masking import register_sdpa_attention, whole_heads_attention
 
 
@@ -120,14 +120,14 @@ def test_g1_documents_one_per_row_have_the_features_of_eager_attention(name, len
 
 @each
 @pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.parametrize("make_state", [DecodingState, UncachedDecodingState])
+@pytest.mark.parametrize("use_cache", [True, False], ids=["DecodingState", "UncachedDecodingState"])
 @torch.no_grad()
-def test_g1_decoding_reads_a_prompt_as_eager_attention_does(make_state, name, length, dtype):
+def test_g1_decoding_reads_a_prompt_as_eager_attention_does(use_cache, name, length, dtype):
     results = []
     for model in on_device(name, dtype):
         drafter = drafter_for(model, target_layer_ids=[1, 2], num_key_value_heads=1).to("cuda", dtype).eval()
         drafter.set_attn_implementation(model.config._attn_implementation)
-        with make_state(model, drafter) as state, varied_lengths():
+        with DecodingState(model, drafter, use_cache) as state, varied_lengths():
             logits, context = state.prefill(ids(1, length)), state.context
             results.append([context, torch.cat([logits, state.draft(ids(1, 1)), state.verify(ids(1, 1), ids(3))])])
     for actual, expected in zip(*results, strict=True):
