@@ -19,7 +19,7 @@ Files, in the order in which data flows:
   `operations` (how much work a step is), `callbacks`, `writing` (one process a folder), `checkpointing`,
   `remote_checkpoints`, `resuming`, `trainer`, `planning` (a run before its first step);
 - decoding: `generation`, `prompts`, `serving` (vLLM and SGLang servers), `acceptance`;
-- to the Hub: `publishing`;
+- to the Hub: `model_card` (facts and results of a run), `publishing`;
 - `cli`: the options of `recipes/`, from the command line and YAML.
 """
 

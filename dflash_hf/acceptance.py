@@ -2,7 +2,7 @@
 """The acceptance length of a drafter: by a teacher-forced walk over known answers, and by decoding.
 
 The walk drafts at all tokens of an answer at once and follows the blocks that decoding would verify. Decoding runs
-the prompts one by one, beside the target alone. Reports, tables and plots of the results follow below.
+the prompts one by one, beside the target alone.
 
 Shapes: B packed rows of T tokens, A anchors of a row, b slots of a block with its anchor, K taps of the target, D
 hidden size, V vocabulary.
@@ -63,13 +63,10 @@ MAX_DIFFERENCE_OF_WALK = 0.03
 
 @dataclass(frozen=True)
 class WalkedAnswer:
-    """The blocks that decoding one answer would verify.
+    """The blocks that decoding one answer, of the document of that index, would verify.
 
-    Args:
-        document: Index of the document in its data set.
-        committed: Tokens that each block commits: its right drafts and the target's own next token, cut at the end of
-            the answer. They add up to the answer's tokens but the first, which is the prefill's.
-        accepted: Right drafts of each block before its first wrong one, cut alike.
+    Each commits its right drafts before the first wrong one (accepted) and the target's own next token, cut at the end
+    of the answer. What is committed adds up to the answer's tokens but the first, which is the prefill's.
     """
 
     document: int
@@ -86,7 +83,7 @@ def walk_batch(
     context_hidden_states: torch.Tensor,
     chunk_anchors: int | None = None,
 ) -> list[WalkedAnswer]:
-    """Walk all answers of a batch of packed rows.
+    """Walk all answers of a batch of packed rows; one [`WalkedAnswer`] per supervised stretch of two tokens or more.
 
     Args:
         drafter: The drafter in eval mode, possibly wrapped for distributed training.
@@ -97,9 +94,6 @@ def walk_batch(
             the drafter computes in.
         chunk_anchors: Blocks per row and forward; by default as many as the batch has anchors for the loss, whose
             shapes the drafter may be compiled for; on a CPU a quarter of the row's tokens, if that is more.
-
-    Returns:
-        One [`WalkedAnswer`] per supervised stretch of two tokens or more.
     """
     input_ids, (rows, length) = batch["input_ids"], batch["input_ids"].shape
     counted = (batch["labels"] != IGNORE_INDEX).flatten(1).any(dim=1).tolist()
@@ -109,20 +103,21 @@ def walk_batch(
         for start, stop in spans
         if counted[row] and stop - start > 1
     ]
-    # All tokens of a stretch but its last are anchors, at which it is written where the stretch stops.
-    stops = torch.zeros(rows, length + 1, dtype=torch.long)
+    # All tokens of a stretch but its last are anchors. The place behind a row's tokens stands for unused ones.
+    used = torch.zeros(rows, length + 1, dtype=torch.bool)
     for row, start, stop in runs:
-        stops[row, start : stop - 1] = stop
-    # The place behind a row's tokens stands for anchors that are not used.
-    anchors = torch.arange(length + 1).where(stops > 0, length).sort(dim=1).values
-    anchors = anchors[:, : int((stops > 0).sum(dim=1).max())].to(input_ids.device)
-    stops = stops.to(input_ids.device)
-    right = torch.zeros_like(stops)
+        used[row, start : stop - 1] = True
+    anchors = torch.arange(length + 1).where(used, length).sort(dim=1).values
+    anchors = anchors[:, : int(used.sum(dim=1).max())].to(input_ids.device)
+    right = torch.zeros(rows, length + 1, dtype=torch.long, device=input_ids.device)
+    slots = torch.arange(config.block_size or 0, device=input_ids.device)
     for part in _chunks(anchors, chunk_anchors, batch) if runs else ():
         anchors = part.masked_fill(part == length, -1)
         hidden = draft_blocks(drafter, config, head, batch, context_hidden_states, anchors).last_hidden_state
-        labels = _block_labels(input_ids, part, stops.gather(1, part), config.block_size or 0)
-        right.scatter_(1, part, right_drafts(hidden, labels, head.logits, head.vocab_size))
+        # Tokens behind the end of an answer are no matter: `follow` cuts there.
+        positions = (part[..., None] + slots).clamp(max=length - 1)
+        tokens = input_ids.gather(1, positions.flatten(1)).view(positions.shape)
+        right.scatter_(1, part, right_drafts(hidden, tokens, head.logits, head.vocab_size))
     # Read once for all chunks.
     num_right, owners = right.tolist(), batch["document_ids"].tolist()
     return [
@@ -132,13 +127,9 @@ def walk_batch(
 
 
 def follow(right: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The blocks that decoding visits in one answer of m + 1 tokens.
+    """Tokens committed and drafts accepted by each block that decoding visits in one answer of m + 1 tokens.
 
-    Args:
-        right: For the block at each of the first m tokens, the number of right drafts before the first wrong one.
-
-    Returns:
-        Tokens committed and drafts accepted by each visited block.
+    `right` has the number of right drafts before the first wrong one, for the block at each of the first m tokens.
     """
     committed, accepted, anchor = [], [], 0
     while anchor < len(right):
@@ -157,11 +148,8 @@ def right_drafts(
 ) -> torch.Tensor:
     """Drafts of each block before the first wrong one, `[B, A]`.
 
-    Args:
-        hidden_states (`torch.Tensor` of shape `[B, A * b, D]`): The drafter's output.
-        labels (`torch.Tensor` of shape `[B, A, b]`): The answer's token at each slot, -100 behind its end.
-        head: The target's head, from `[..., D]` to logits.
-        vocab_size: Rows of the head, from which follows how many blocks go through it at once.
+    Takes the drafter's output `[B, A * b, D]` and the text's token at each slot `[B, A, b]`, or -100 for none.
+    `head` is the target's, from `[..., D]` to logits of `vocab_size`, of which follows how many blocks go at once.
     """
     rows, num_anchors, block_size = labels.shape
     slots = hidden_states.reshape(rows * num_anchors, block_size, -1)[:, 1:]
@@ -170,7 +158,7 @@ def right_drafts(
     right = []
     for i in range(0, len(slots), step):
         largest, tokens = head(slots[i : i + step]).max(dim=-1)
-        # Labels behind the end are no token's id, so nothing there is right. Where logits are NaN, no token is meant.
+        # Where logits are NaN, no token is meant.
         right.append((tokens == expected[i : i + step]) & largest.isfinite())
     return torch.cat(right).long().cumprod(dim=1).sum(dim=1).view(rows, num_anchors)
 
@@ -185,32 +173,13 @@ def _chunks(anchors: torch.Tensor, chunk_anchors: int | None, batch: Mapping[str
         yield part if on_cpu else nn.functional.pad(part, (0, chunk_anchors - part.shape[1]), value=length)
 
 
-def _block_labels(
-    input_ids: torch.Tensor, anchors: torch.Tensor, stops: torch.Tensor, block_size: int
-) -> torch.Tensor:
-    """The answer's token at each slot `[B, A, b]` of the blocks at some anchors, -100 where none counts."""
-    slots = torch.arange(block_size, device=input_ids.device)
-    positions = anchors[..., None] + slots
-    labels = input_ids.gather(1, positions.clamp(max=input_ids.shape[1] - 1).flatten(1)).view(positions.shape)
-    return labels.masked_fill((slots == 0) | (positions >= stops[..., None]), IGNORE_INDEX)
-
-
 def walk_documents(
     target: PreTrainedModel, drafter: DFlashDraftModel, documents: Documents, progress: bool = False
 ) -> list[WalkedAnswer]:
-    """Walk the answers of documents, each alone.
+    """Walk the answers of documents, each alone; one [`WalkedAnswer`] per supervised stretch of two tokens or more.
 
-    Args:
-        target: The model that wrote the answers, with all its layers; it is frozen.
-        drafter: A drafter made for it, with an attention backend that knows its training mask.
-        documents: Documents as dicts of `input_ids` and `supervised_spans`, or as a `datasets.Dataset`.
-        progress: Show a bar.
-
-    Returns:
-        One [`WalkedAnswer`] per supervised stretch of two tokens or more, in the order of the documents.
-
-    Raises:
-        ValueError: When the drafter is another target's.
+    The target wrote the answers, and is frozen with all its layers; the drafter was made for it and has an attention
+    backend that knows its training mask. Documents have `input_ids` and `supervised_spans`.
     """
     check_drafter(target, drafter)
     config: Any = drafter.config
@@ -353,14 +322,12 @@ class AcceptanceReport:
     @property
     def tokens_per_second(self) -> float:
         """Generated tokens over the time of the speculative decoding; nan where it was not taken."""
-        tokens, seconds, _, _ = self._clocked().sum(axis=1).tolist()
-        return tokens / seconds if seconds else math.nan
+        return _ratio(*self._clocked()[:2].sum(axis=1).tolist())
 
     @property
     def plain_tokens_per_second(self) -> float:
         """Generated tokens over the time of the target alone; nan where it was not taken."""
-        _, _, tokens, seconds = self._clocked().sum(axis=1).tolist()
-        return tokens / seconds if seconds else math.nan
+        return _ratio(*self._clocked()[2:].sum(axis=1).tolist())
 
     @property
     def speed_up(self) -> float:
@@ -372,15 +339,16 @@ class AcceptanceReport:
         rows = [(len(p.output_ids), p.seconds, p.plain_tokens, p.plain_seconds) for p in self.prompts]
         return np.array(rows, dtype=float).reshape(-1, 4).T
 
+    def _counted(self) -> np.ndarray:
+        """Committed tokens and verification forwards of each prompt, `[2, P]`."""
+        rows = [(sum(prompt.committed), len(prompt.committed)) for prompt in self.prompts]
+        return np.array(rows, dtype=float).reshape(-1, 2).T
+
     def by_position(self, width: int) -> list[dict[str, float]]:
         """The acceptance length over the answer, which shows how it decays with the context.
 
-        Args:
-            width: Tokens of the answer that share a value.
-
-        Returns:
-            For each stretch that holds a block's anchor, its first token (`position`), `blocks` and their
-            `acceptance_length`. Token 0 is the prefill's.
+        Of each stretch of `width` tokens that holds a block's anchor: its first token (`position`; 0 is that of the
+        prefill), `blocks` and their `acceptance_length`.
         """
         blocks: dict[int, list[int]] = {}
         for prompt in self.prompts:
@@ -429,14 +397,10 @@ class AcceptanceReport:
     ) -> tuple[float, float]:
         """Percentile bootstrap interval (low, high) of the pooled acceptance length, drawing whole prompts.
 
-        One prompt gives an interval without width: it says nothing about others.
-
-        Args:
-            confidence: Share of the resamples inside the interval, between 0 and 1.
-            resamples: Number of resamples.
-            seed: Of the draws.
+        `confidence` is the share of the resamples inside it. One prompt gives an interval without width, which says
+        nothing about others.
         """
-        return _bootstrap(_counts(self), np.divide, confidence, resamples, seed)
+        return _bootstrap(self._counted(), np.divide, confidence, resamples, seed)
 
     def speed_up_interval(self, confidence: float = 0.95, resamples: int = 2000, seed: int = 0) -> tuple[float, float]:
         """The same of the speed-up; nan where that is."""
@@ -460,18 +424,12 @@ def bootstrap_difference(
 ) -> tuple[float, float]:
     """Percentile bootstrap interval of `after - before`; each resample draws the same prompts for both.
 
-    Args:
-        before: Report of one drafter.
-        after: Report of another over the same prompts and budget.
-        confidence, resamples, seed: As for [`AcceptanceReport.bootstrap_interval`].
-
-    Raises:
-        ValueError: When the reports are over different prompts or budgets.
+    Both must be over the same prompts and budget.
     """
     if [p.prompt_ids for p in before.prompts] != [p.prompt_ids for p in after.prompts]:
         raise ValueError(
-            f"The reports are over different prompts ({len(before.prompts)} and {len(after.prompts)}, or not the same "
-            "tokens). Measure both drafters on one list of prompts."
+            f"The reports are over different prompts ({len(before.prompts)} and {len(after.prompts)}, or other ids). "
+            "Measure both drafters on one list of prompts."
         )
     if before.max_new_tokens != after.max_new_tokens:
         raise ValueError(
@@ -482,17 +440,15 @@ def bootstrap_difference(
     def difference_of_ratios(tokens, forwards, later_tokens, later_forwards):
         return later_tokens / later_forwards - tokens / forwards
 
-    return _bootstrap(_counts(before) + _counts(after), difference_of_ratios, confidence, resamples, seed)
-
-
-def _counts(report: AcceptanceReport) -> list[np.ndarray]:
-    """Committed tokens and verification forwards of each prompt."""
-    tokens = [sum(prompt.committed) for prompt in report.prompts]
-    return [np.array(tokens, dtype=float), np.array([len(prompt.committed) for prompt in report.prompts])]
+    return _bootstrap([*before._counted(), *after._counted()], difference_of_ratios, confidence, resamples, seed)
 
 
 def _mean(values: Sequence[int]) -> float:
-    return sum(values) / len(values) if values else math.nan
+    return _ratio(sum(values), len(values))
+
+
+def _ratio(value: float, parts: float) -> float:
+    return value / parts if parts else math.nan
 
 
 def _bootstrap(
@@ -500,14 +456,11 @@ def _bootstrap(
 ) -> tuple[float, float]:
     """The central share of a figure of sums over resampled prompts, left out where it is not a number.
 
-    Args:
-        columns: Values `[P]` of each prompt.
-        figure: The figures `[resamples]` by the columns' sums `[resamples]` over each resample's prompts.
+    `figure` makes figures `[resamples]` of the sums `[resamples]` of each column, which has a value for each prompt.
     """
     if not 0 < confidence < 1 or resamples < 1:
         raise ValueError(
-            f"confidence is {confidence} and resamples is {resamples}; expected a share between 0 and 1 and at "
-            "least one resample."
+            f"confidence={confidence}, resamples={resamples}: expected a share between 0 and 1, and >= 1."
         )
     columns = list(columns)
     draws = np.random.default_rng(seed).integers(0, len(columns[0]), (resamples, len(columns[0])))
@@ -551,12 +504,7 @@ class DecodingSettings:
 
 @dataclass(frozen=True)
 class PlainAnswer:
-    """What the target writes alone.
-
-    Args:
-        output_ids: Generated token ids.
-        seconds: Time of the decoding, the prefill's included.
-    """
+    """What the target writes alone: token ids, and the time of the decoding, the prefill's included."""
 
     output_ids: list[int] = field(repr=False)
     seconds: float
@@ -568,14 +516,7 @@ def plain_answers(
     settings: DecodingSettings,
     progress: bool = True,
 ) -> list[PlainAnswer]:
-    """Let the target answer prompts one by one, with nothing of its generation config but pad and stop tokens.
-
-    Args:
-        target: A causal language model.
-        prompts: As for [`measure_acceptance`].
-        settings: How to decode.
-        progress: Show a bar with the speed.
-    """
+    """Let the target answer prompts one by one, with nothing of its generation config but pad and stop tokens."""
     answers = []
     with tqdm(prompt_rows(target, prompts), desc="decoding plainly", unit="prompt", disable=not progress) as bar:
         for input_ids in bar:
@@ -613,11 +554,7 @@ def plain_answer(target: PreTrainedModel, input_ids: torch.Tensor, settings: Dec
 
 
 def prompt_rows(target: PreTrainedModel, prompts: Sequence[Sequence[int] | torch.Tensor]) -> list[torch.Tensor]:
-    """Each prompt as int64 `[1, n]`.
-
-    Raises:
-        ValueError: There is none, or one is empty, a batch, or out of the target's vocabulary.
-    """
+    """Each prompt as int64 `[1, n]`; a `ValueError` for none, and for one that the target cannot read."""
     rows = [prompt_row(target, prompt, f"Prompt {i}", may_be_flat=True) for i, prompt in enumerate(prompts)]
     if not rows:
         raise ValueError("There is no prompt to decode; give at least one list of token ids.")
@@ -649,12 +586,10 @@ def measure_acceptance(
         settings: How to decode, where that is not greedy.
         plain: The target's own answers with the same settings, where they are at hand.
 
-    Returns:
-        [`AcceptanceReport`]. Sampled answers differ from run to run, so only greedy ones are compared.
+    Sampled answers differ from run to run, so only greedy ones are compared.
 
     Raises:
-        ValueError: When a prompt is empty or out of the vocabulary, there is none, the budget leaves nothing to
-            verify, the plain answers are of other prompts, or the drafter is another target's.
+        ValueError: For prompts, settings or plain answers that do not fit, or the drafter of another target.
         FloatingPointError: When the target or the drafter computes logits that are not finite numbers.
     """
     check_drafter(target, drafter)
@@ -721,13 +656,8 @@ def walked_acceptance_length(
     """The acceptance length of the report's own answers by the teacher-forced walk, and a warning if it is another.
 
     The two are the same at any temperature as long as drafts are the drafter's likeliest tokens: a draft that is
-    rejected is never drawn in its place, so that a sampled answer holds the draft exactly where it was accepted.
-
-    Args:
-        target: The target that wrote the answers.
-        drafter: The drafter of the report.
-        report: Decodings without `sample_drafts`; nan comes back where none has a verification.
-        progress: Show a bar.
+    rejected is never drawn in its place, so that a sampled answer holds the draft exactly where it was accepted. nan
+    comes back where no answer has a verification.
     """
     documents = [
         {
@@ -742,8 +672,7 @@ def walked_acceptance_length(
     if abs(walked - decoded) > MAX_DIFFERENCE_OF_WALK * decoded:
         logger.warning(
             f"On the same token ids the walk gives an acceptance length of {walked:.3f} and decoding {decoded:.3f}, "
-            f"expected within {MAX_DIFFERENCE_OF_WALK:.0%} of each other: one of the two is at fault (an attention "
-            "backend, a cache, or kernels that round differently)."
+            f"more than {MAX_DIFFERENCE_OF_WALK:.0%} apart: an attention backend, a cache or a kernel is at fault."
         )
     return walked
 
@@ -752,66 +681,56 @@ def walked_acceptance_length(
 
 
 def markdown(reports: Mapping[str, AcceptanceReport], walked: Mapping[str, float]) -> str:
-    """Tables of several drafters over the same prompts.
-
-    Args:
-        reports: Report of each drafter by its name.
-        walked: Acceptance lengths by the teacher-forced walk, where they were taken.
-    """
+    """Tables of several drafters over the same prompts, with the acceptance lengths that were walked too."""
     rows = [
         [
             name,
-            _number(report.acceptance_length),
-            _interval(report.bootstrap_interval()),
-            _number(report.acceptance_length_without_last_block),
-            _number(walked.get(name, math.nan)),
-            _number(report.tokens_per_second, 1),
-            _number(report.plain_tokens_per_second, 1),
-            _number(report.speed_up),
-            _interval(report.speed_up_interval()),
+            number(report.acceptance_length),
+            interval(report.bootstrap_interval()),
+            number(report.acceptance_length_without_last_block),
+            number(walked.get(name)),
+            number(report.tokens_per_second, 1),
+            number(report.plain_tokens_per_second, 1),
+            number(report.speed_up),
+            interval(report.speed_up_interval()),
             _losslessness(report),
         ]
         for name, report in reports.items()
     ]
     heads = ["drafter", "acceptance length", "95% interval", "without last blocks", "by the walk", "tokens/s"]
     heads += ["plain tokens/s", "speed-up", "its 95% interval", "equal to plain answers"]
-    parts = [DEFINITION, _table(heads, rows), _slots({name: r.slot_acceptance for name, r in reports.items()})]
+    parts = [DEFINITION, table(heads, rows), _slots({name: r.slot_acceptance for name, r in reports.items()})]
     for title in ("source", "language"):
         groups = [report.groups(attrgetter(title)) for report in reports.values()]
         rows = []
         for value in dict.fromkeys(value for group in groups for value in group):
             # Of a run that was interrupted, later drafters may lack some.
             count = max(len(group[value].prompts) for group in groups if value in group)
-            lengths = [group[value].acceptance_length if value in group else math.nan for group in groups]
-            rows.append([value, str(count), *map(_number, lengths)])
+            lengths = [group[value].acceptance_length if value in group else None for group in groups]
+            rows.append([value, str(count), *map(number, lengths)])
         if rows:
-            parts.append(_table([title, "prompts", *reports], rows))
+            parts.append(table([title, "prompts", *reports], rows))
     return "\n\n".join(parts) + "\n"
 
 
 def server_markdown(reports: Mapping[str, ServerReport], plain_tokens_per_second: float | None = None) -> str:
-    """Tables of several servers over the same prompts.
-
-    Args:
-        reports: Report of each server by its name.
-        plain_tokens_per_second: Of a server without speculation, where one was measured.
-    """
+    """Tables of several servers over the same prompts, beside the speed of a server without speculation."""
     plain = plain_tokens_per_second or math.nan
     rows: list[list[str]] = []
     lengths: dict[tuple[str | None, str | None], dict[str, str]] = {}
     for name, report in reports.items():
-        cells = [name, report.engine, _number(report.verifications.acceptance_length)]
-        cells += [_number(report.tokens_per_second, 1), _number(plain, 1), _number(report.tokens_per_second / plain)]
+        cells = [name, report.engine, number(report.verifications.acceptance_length)]
+        cells += [number(report.tokens_per_second, 1), number(plain, 1), number(report.tokens_per_second / plain)]
         rows.append([*cells, "its answers" if report.per_request else "the server's counters"])
         for key, part in report.groups.items():
-            lengths.setdefault(key, {})[name] = _number(part.acceptance_length)
+            lengths.setdefault(key, {})[name] = number(part.acceptance_length)
     heads = ["server", "engine", "acceptance length", "tokens/s", "plain tokens/s", "speed-up", "counted from"]
     groups = [
         [source or "-", language or "-", *(cells.get(name, "-") for name in reports)]
         for (source, language), cells in lengths.items()
     ]
     slots = _slots({name: report.summary()["slot_acceptance"] for name, report in reports.items()})
-    tables = [_table(heads, rows), slots, _table(["source", "language", *reports], groups)]
+    tables = [table(heads, rows), slots, table(["source", "language", *reports], groups)]
     return "\n\n".join([DEFINITION, *tables]) + "\n"
 
 
@@ -825,24 +744,26 @@ def _losslessness(report: AcceptanceReport) -> str:
 
 def _slots(slots: Mapping[str, list[float]]) -> str:
     most = max((len(shares) for shares in slots.values()), default=0)
-    rows = [[name, *map(_number, shares), *["-"] * (most - len(shares))] for name, shares in slots.items()]
-    return _table(["acceptance of slot", *map(str, range(1, most + 1))], rows)
+    rows = [[name, *map(number, shares), *["-"] * (most - len(shares))] for name, shares in slots.items()]
+    return table(["acceptance of slot", *map(str, range(1, most + 1))], rows)
 
 
-def _table(heads: list[str], rows: list[list[str]]) -> str:
-    # Names of files and sources may hold what separates cells and rows.
+def table(heads: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown; names of files and sources may hold what separates cells and rows."""
     cleaned = [[" ".join(cell.split()).replace("|", "\\|") for cell in cells] for cells in [heads, *rows]]
     lines = [cleaned[0], ["---"] * len(heads), *cleaned[1:]]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def _interval(bounds: tuple[float, float]) -> str:
-    low, high = map(_number, bounds)
-    return "-" if low == "-" else f"{low} to {high}"
+def interval(bounds: tuple[float | None, float | None]) -> str:
+    """An interval for a table, "-" where it is not known."""
+    low, high = map(number, bounds)
+    return "-" if "-" in (low, high) else f"{low} to {high}"
 
 
-def _number(value: float, digits: int = 2) -> str:
-    return "-" if math.isnan(value) else f"{value:.{digits}f}"
+def number(value: float | None, digits: int = 2) -> str:
+    """A number for a table, "-" where it is not known."""
+    return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}"
 
 
 def plot_label(name: str) -> str:
@@ -850,7 +771,7 @@ def plot_label(name: str) -> str:
     return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
 
 
-def plot_slots(slots: Mapping[str, list[float]], axes) -> None:
+def plot_slots(slots: Mapping[str, Sequence[float]], axes) -> None:
     """Share of all blocks that accept the draft of each slot."""
     for name, shares in slots.items():
         axes.plot(range(1, len(shares) + 1), shares, marker=".", label=plot_label(name))
@@ -860,7 +781,7 @@ def plot_slots(slots: Mapping[str, list[float]], axes) -> None:
 
 def plot_reports(reports: Mapping[str, AcceptanceReport], path: Path) -> None:
     """Acceptance per slot, committed tokens per block, and the acceptance length over the answer."""
-    figure, (slots, histogram, positions) = _figure(3)
+    figure, (slots, histogram, positions) = new_figure(3)
     plot_slots({name: report.slot_acceptance for name, report in reports.items()}, slots)
     width = 0.8 / len(reports)
     for index, report in enumerate(reports.values()):
@@ -879,15 +800,16 @@ def plot_servers(reports: Mapping[str, ServerReport], path: Path) -> None:
     """Acceptance per slot, for the servers that tell it."""
     slots = {name: shares for name, r in reports.items() if (shares := r.summary()["slot_acceptance"])}
     if slots:
-        figure, (axes,) = _figure(1)
+        figure, (axes,) = new_figure(1)
         plot_slots(slots, axes)
         figure.savefig(path, dpi=120)
 
 
-def _figure(columns: int):
+def new_figure(columns: int, height: float = 4.0):
+    """A figure without a window, and its axes side by side."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5 * columns, 4), layout="constrained")
+    figure = Figure(figsize=(5 * columns, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(1, columns, squeeze=False)[0]

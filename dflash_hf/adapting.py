@@ -23,48 +23,30 @@ from .modeling_dflash import DFlashDraftModel
 logger = logging.get_logger(__name__)
 
 
-def check_part(drafter: Any, peft_config: Any, trainable_modules: Any) -> None:
+def check_part(drafter: Any, peft_config: Any, trainable_modules: Sequence[str] | None) -> None:
     """Refuse a part of the drafter that cannot be trained, before anything takes long.
 
-    Args:
-        drafter: The drafter; it is not changed.
-        peft_config: A configuration of peft, or None.
-        trainable_modules: As for [`freeze_all_but`], or None.
-
-    Raises:
-        ValueError: Both are given, or they do not fit the drafter.
-        ImportError: peft is missing.
+    `peft_config` is one of peft, or `trainable_modules` are names of modules or parameters, such as "fc",
+    "hidden_norm", "layers.4" or "layers.4.self_attn".
     """
-    if peft_config is None:
-        if trainable_modules is not None:
-            check_modules(drafter, trainable_modules)
-        return
-    if trainable_modules is not None:
+    if peft_config is not None and trainable_modules is not None:
         raise ValueError(
             f"peft_config and trainable_modules={trainable_modules} were both given: an adapter freezes the drafter "
             "itself. Leave one out, or name the modules in modules_to_save of peft_config."
         )
-    if not is_peft_available():
-        raise ImportError("peft_config needs peft: pip install 'dflash_hf[peft]'.")
-    from .adapters import check_adapter
+    if peft_config is not None:
+        from .adapters import check_adapter
 
-    check_adapter(drafter, peft_config)
+        check_adapter(drafter, peft_config)
+    elif trainable_modules is not None:
+        _check_modules(drafter, trainable_modules)
 
 
-def check_modules(drafter: nn.Module, trainable_modules: Sequence[str]) -> None:
-    """Refuse names that are not those of a drafter's modules or parameters.
-
-    Args:
-        drafter: The drafter.
-        trainable_modules: As for [`freeze_all_but`].
-
-    Raises:
-        ValueError: With the names that there are.
-    """
+def _check_modules(drafter: nn.Module, trainable_modules: Sequence[str]) -> None:
     if isinstance(trainable_modules, str):
         raise ValueError(f"trainable_modules={trainable_modules!r} is a text: give a list, [{trainable_modules!r}].")
     names = [name for name, _ in drafter.named_parameters()]
-    unknown = [m for m in trainable_modules if not any(name == m or name.startswith(f"{m}.") for name in names)]
+    unknown = [module for module in trainable_modules if not any(_is_in(name, [module]) for name in names)]
     if unknown or not trainable_modules:
         # "layers.1" of "layers.1.mlp.up_proj.weight", "fc" of "fc.weight"
         parts = dict.fromkeys(".".join(name.split(".")[: 1 + name.startswith("layers.")]) for name in names)
@@ -74,48 +56,30 @@ def check_modules(drafter: nn.Module, trainable_modules: Sequence[str]) -> None:
         )
 
 
-def freeze_all_but(drafter: nn.Module, trainable_modules: Sequence[str]) -> None:
-    """Train only the named modules; what is not named keeps its weights.
-
-    Args:
-        drafter: The drafter, changed in place.
-        trainable_modules: Names of modules or parameters, such as "fc", "hidden_norm", "layers.4" or
-            "layers.4.self_attn"; all that is inside one is trained.
-
-    Raises:
-        ValueError: A name is not one of the drafter's.
-    """
-    check_modules(drafter, trainable_modules)
-    trained = 0
-    for name, parameter in drafter.named_parameters():
-        parameter.requires_grad_(any(name == m or name.startswith(f"{m}.") for m in trainable_modules))
-        trained += parameter.numel() * parameter.requires_grad
-    total = sum(parameter.numel() for parameter in drafter.parameters())
-    logger.info(f"Training {', '.join(trainable_modules)}: {trained:,} of {total:,} parameters; the rest is frozen.")
+def _is_in(name: str, modules: Sequence[str]) -> bool:
+    """Whether a parameter is one of the modules or inside one."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
-def make_trainable(drafter: DFlashDraftModel, peft_config: Any, trainable_modules: Any, seed: int) -> nn.Module:
-    """What is trained: the drafter, or the drafter with an adapter, with all else frozen.
+def make_trainable(
+    drafter: DFlashDraftModel, peft_config: Any, trainable_modules: Sequence[str] | None, seed: int
+) -> nn.Module:
+    """What is trained: the drafter, changed in place, or one with an adapter; all but the checked part is frozen."""
+    if peft_config is not None:
+        from .adapters import add_adapter
 
-    Args:
-        drafter: The drafter, changed in place.
-        peft_config: A configuration of peft, or None.
-        trainable_modules: As for [`freeze_all_but`], or None.
-        seed: Of an adapter's first weights.
-
-    Raises:
-        ValueError: They do not fit the drafter; as for [`check_part`].
-    """
-    if peft_config is None:
-        if trainable_modules is not None:
-            freeze_all_but(drafter, trainable_modules)
-        return drafter
-    from .adapters import add_adapter
-
-    adapter = add_adapter(drafter, peft_config, seed)
-    trained, total = adapter.get_nb_trainable_parameters()
-    logger.info(f"Training an adapter of {trained:,} parameters; the drafter's {total - trained:,} are frozen.")
-    return adapter
+        adapter = add_adapter(drafter, peft_config, seed)
+        trained, total = adapter.get_nb_trainable_parameters()
+        logger.info(f"Training an adapter of {trained:,} parameters; the drafter's {total - trained:,} are frozen.")
+        return adapter
+    if trainable_modules is not None:
+        for name, parameter in drafter.named_parameters():
+            parameter.requires_grad_(_is_in(name, trainable_modules))
+        trained, total = drafter.num_parameters(only_trainable=True), drafter.num_parameters()
+        logger.info(
+            f"Training {', '.join(trainable_modules)}: {trained:,} of {total:,} parameters, the others frozen."
+        )
+    return drafter
 
 
 def is_adapter(model: Any) -> bool:
@@ -128,11 +92,7 @@ def is_adapter(model: Any) -> bool:
 
 
 def plain_drafter(model: Any) -> DFlashDraftModel:
-    """The drafter as users load it: an adapter is merged, in a copy.
-
-    Args:
-        model: A drafter, or one with an adapter, not wrapped.
-    """
+    """The drafter as users load it, of one that may have an adapter and is not wrapped: merged, in a copy."""
     if not is_adapter(model):
         return model
     from .adapters import merged_copy
@@ -141,12 +101,7 @@ def plain_drafter(model: Any) -> DFlashDraftModel:
 
 
 def check_resumed_part(folder: Path | None, model: Any) -> None:
-    """Refuse a checkpoint of an adapter where a whole drafter is trained, and the other way round.
-
-    Args:
-        folder: The checkpoint, or None.
-        model: What is trained, not wrapped.
-    """
+    """Refuse a checkpoint of an adapter where a whole drafter is trained (not wrapped), and the other way round."""
     if folder is not None and is_peft_available():
         from .adapters import check_adapter_checkpoint
 
@@ -167,9 +122,9 @@ def adapt(
 
     Args:
         drafter: A drafter to continue from; it is not changed.
-        block_size: As for [`change_block_size`].
-        sliding_window: As for [`change_sliding_window`], tokens.
-        target_layer_ids: As for [`change_target_layer_ids`].
+        block_size: Slots per block, the known anchor included, such as 8 or 32 in place of 16.
+        sliding_window: Window of the sliding layers in tokens, at least one block.
+        target_layer_ids: 0-based target layers, ascending, at least one of which the drafter reads already.
 
     Returns:
         The changed drafter; `drafter` itself where every value is None or the one it has.
@@ -193,79 +148,45 @@ def adapt(
 
 
 def change_block_size(drafter: DFlashDraftModel, block_size: int) -> DFlashDraftModel:
-    """Draft blocks of another length; no weight depends on it.
-
-    Args:
-        drafter: The drafter; it is not changed.
-        block_size: Slots per block, the known anchor included, such as 8 or 32 in place of 16.
-
-    Returns:
-        A new drafter with equal weights.
-
-    Raises:
-        ValueError: For fewer than 2 slots, or more than the window of a sliding layer holds.
-    """
+    """A drafter of blocks of another length, on which no weight depends; [`adapt`] says what may be given."""
     _require_integer("block_size", block_size)
-    previous = drafter.config.block_size
     changed = _rebuilt(drafter, block_size=block_size)
-    logger.info(f"block_size: {previous} -> {block_size}. All weights are kept.")
+    logger.info(f"block_size: {drafter.config.block_size} -> {block_size}. All weights are kept.")
     return changed
 
 
 def change_sliding_window(drafter: DFlashDraftModel, sliding_window: int) -> DFlashDraftModel:
-    """Give the sliding layers another window; which layers slide stays, and so does every weight.
-
-    Args:
-        drafter: The drafter; it is not changed.
-        sliding_window: Window in tokens, at least one block.
-
-    Returns:
-        A new drafter with equal weights.
-
-    Raises:
-        ValueError: When no layer slides, or the window is smaller than a block or larger than any text.
-    """
+    """A drafter whose sliding layers have another window; which layers slide stays, and so does every weight."""
     _require_integer("sliding_window", sliding_window)
     config = drafter.config
     if "sliding_attention" not in (config.layer_types or []):
         raise ValueError(
-            f"sliding_window={sliding_window} was given, but layer_types={config.layer_types} has no sliding layer "
-            "for it to act on. Leave it out, or start a new drafter with sliding layers."
+            f"sliding_window={sliding_window} was given, but layer_types={config.layer_types} has no sliding layer. "
+            "Leave it out, or start a new drafter with sliding layers."
         )
     if sliding_window > config.max_position_embeddings:
         raise ValueError(
             f"sliding_window={sliding_window} is larger than max_position_embeddings={config.max_position_embeddings}"
             ", so it would never hide anything. Give a window within the drafter's positions."
         )
-    previous = config.sliding_window
     changed = _rebuilt(drafter, sliding_window=sliding_window)
-    logger.info(f"sliding_window: {previous} -> {sliding_window}. All weights are kept.")
+    logger.info(f"sliding_window: {config.sliding_window} -> {sliding_window}. All weights are kept.")
     return changed
 
 
 def change_target_layer_ids(drafter: DFlashDraftModel, target_layer_ids: Sequence[int]) -> DFlashDraftModel:
-    """Read other layers of the target.
+    """A drafter that reads other layers of the target.
 
     The columns of `fc` that read a tap move with it. Those of a new tap start at zero: while taps are only added, the
     drafter computes what it did before. Those of a tap that goes away are dropped.
-
-    Args:
-        drafter: The drafter; it is not changed.
-        target_layer_ids: 0-based target layers, ascending, at least one of which the drafter reads already.
-
-    Returns:
-        A new drafter; all weights but `fc.weight` are equal.
-
-    Raises:
-        ValueError: For taps that no target layer has, or none of the present ones.
     """
     for tap in target_layer_ids:
         _require_integer("target_layer_ids", tap)
     taps, previous = list(target_layer_ids), drafter.config.target_layer_ids or []
     if taps and not set(taps) & set(previous):
         raise ValueError(
-            f"target_layer_ids={taps} keeps none of the drafter's taps {previous}: all of fc would be zero and "
-            "nothing of the context would be read. Keep at least one of them, or start a new drafter."
+            f"target_layer_ids={taps} keeps none of the drafter's taps {previous}, so fc would be zero. Keep at least "
+            "one of them, or start a new drafter."
         )
     weight = drafter.fc.weight.detach()
     columns = dict(zip(previous, weight.split(drafter.config.hidden_size, dim=1), strict=True))
@@ -279,28 +200,19 @@ def change_target_layer_ids(drafter: DFlashDraftModel, target_layer_ids: Sequenc
 
 
 def check_continuing(
-    config: DFlashDraftConfig,
-    target: FrozenTarget,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    config: DFlashDraftConfig, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
     """Refuse a target or a tokenizer that a drafter was not made for, before any GPU time is spent.
 
-    Args:
-        config: The drafter's configuration.
-        target: Must have the drafter's hidden size, depth, vocabulary and taps.
-        tokenizer: The target's. The mask token must be past its last token, or one of its added special tokens that
-            neither ends, begins nor pads a text nor is written by its chat template.
-
-    Raises:
-        ValueError: Naming the field or the token, and the way out.
+    The mask token must be past the tokenizer's last one, or one of its added special tokens that neither ends, begins
+    nor pads a text nor is written by its chat template.
     """
     target.check_drafter(config)
     mask = config.mask_token_id
     assert mask is not None  # the configuration refuses to be without
     way_out = (
-        "The drafter would take a known token for a slot to be drafted. Use the mask_token_id that it was trained "
-        "with; for a new drafter choose a reserved special token, or a row of the embedding past the tokenizer's "
-        "last id."
+        "Use the mask_token_id that it was trained with; for a new drafter choose a reserved special token, or a row "
+        "of the embedding past the tokenizer's last id."
     )
     if mask in target.eos_token_ids:
         raise ValueError(
@@ -315,13 +227,8 @@ def _use_of_token(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str | No
     """What the tokenizer uses a token for; None for one that texts do not use."""
     if token_id >= len(tokenizer):
         return None
-    named = {
-        "eos": tokenizer.eos_token_id,
-        "bos": tokenizer.bos_token_id,
-        "pad": tokenizer.pad_token_id,
-        "unk": tokenizer.unk_token_id,
-    }
-    for name, value in named.items():
+    ids = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
+    for name, value in zip(("eos", "bos", "pad", "unk"), ids, strict=True):
         if value == token_id:
             return f"it is the tokenizer's {name} token"
     added = tokenizer.added_tokens_decoder.get(token_id)

@@ -57,11 +57,7 @@ _OWN_KWARGS = {"attention_mask", "cache", "cache_position", "logits_to_keep", "p
 
 
 def check_drafter(target: PreTrainedModel, drafter: DFlashDraftModel) -> None:
-    """Refuse a drafter that was made for another target, and a target without head or without all its layers.
-
-    Raises:
-        ValueError: Naming what does not fit and the way out.
-    """
+    """Refuse a drafter that was made for another target, and a target without head or without all its layers."""
     if not isinstance(drafter, nn.Module):
         raise ValueError(f"drafter is a {type(drafter).__name__}; load it with DFlashDraftModel.from_pretrained.")
     if target.get_output_embeddings() is None:
@@ -69,20 +65,13 @@ def check_drafter(target: PreTrainedModel, drafter: DFlashDraftModel) -> None:
     check_fits(drafter.config, target.config, _embedding_table(target).shape[0])
     depth, expected = len(decoder_layers(target)), target.config.get_text_config(decoder=True).num_hidden_layers
     if depth != expected:
-        raise ValueError(
-            f"The target has {depth} of its {expected} layers, as one that was cut for training, and gives no tokens. "
-            "Decode with the whole model."
-        )
+        raise ValueError(f"The target has {depth} of its {expected} layers, cut for training. Decode with all of it.")
 
 
 def prompt_row(
     target: PreTrainedModel, prompt: Any, name: str = "input_ids", may_be_flat: bool = False
 ) -> torch.Tensor:
-    """A prompt of shape `[1, n]`, or `[n]` if it may be flat, as `[1, n]` in int64.
-
-    Raises:
-        ValueError: It is empty, a batch, or not of the target's tokens; `name` says which prompt it is.
-    """
+    """A prompt of shape `[1, n]`, or `[n]` if it may be flat, as `[1, n]` in int64; refused under its `name`."""
     ids = torch.as_tensor(prompt)
     row = ids[None] if may_be_flat and ids.dim() == 1 else ids
     if row.dim() != 2 or row.shape[0] != 1 or row.shape[1] == 0 or row.dtype not in (torch.int32, torch.int64):
@@ -123,11 +112,7 @@ def check_supported(
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> None:
-    """Refuse settings and inputs of `generate` whose effect would be lost.
-
-    Raises:
-        ValueError: Naming them.
-    """
+    """Refuse settings and inputs of `generate` whose effect would be lost, by name."""
     known = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
     lost = [type(p).__name__ for p in processors if not (generation_config.do_sample and isinstance(p, known))]
     lost += [type(c).__name__ for c in criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
@@ -149,16 +134,12 @@ def check_supported(
         raise ValueError(
             f"generate was called with {', '.join(lost)}, whose effect would be lost: speculative decoding knows "
             "temperature, top_k, top_p and min_p (with do_sample=True), a budget and end-of-sequence tokens. Leave "
-            "the others out, also in the target's generation_config, or generate without the drafter."
+            "the others out, also of the target's generation_config."
         )
 
 
 def check_finite(**logits: torch.Tensor) -> None:
-    """Refuse logits `[.., V]` without a largest number: where both models give none, all drafts would seem right.
-
-    Raises:
-        FloatingPointError: Naming the model.
-    """
+    """Refuse logits `[.., V]` without a largest number: where both models give none, all drafts would seem right."""
     # One value is read from the device, whatever is checked.
     good = torch.stack([part.amax(dim=-1).isfinite().all() for part in logits.values()]).tolist()
     for name, is_good in zip(logits, good, strict=True):
@@ -179,15 +160,9 @@ MAX_WAITING = 48
 class DecodingState:
     """The caches of one prompt's decoding; use as a context manager.
 
-    The first call is `prefill`; a round is `draft`, `verify`, `commit`.
-
-    Args:
-        target: A whole causal language model, dense or hybrid, in eval mode.
-        drafter: A drafter made for it, in eval mode.
-        use_cache: False reads all known tokens in every forward: slow, and right for any target.
-
-    Raises:
-        ValueError: When the target's caches cannot be rolled back.
+    The first call is `prefill`; a round is `draft`, `verify`, `commit`. Both models are in eval mode. Without
+    `use_cache` all known tokens are read in every forward, which is right for a target whose caches cannot be rolled
+    back too.
     """
 
     def __init__(self, target: PreTrainedModel, drafter: DFlashDraftModel, use_cache: bool = True):
@@ -241,11 +216,9 @@ class DecodingState:
         return logits[0]
 
     def commit(self, new_tokens: torch.Tensor) -> None:
-        """Keep the anchor and the accepted drafts of the last verification.
+        """Keep the anchor and the accepted drafts of the last verification, of which `new_tokens` `[1, m]` follow.
 
-        Args:
-            new_tokens (`torch.Tensor` of shape `[1, m]`): What was committed. Its last token is the next anchor and
-                was not read by the target as what it is now.
+        The last of them is the next anchor, which the target has not read as what it is now.
         """
         num_kept = self._prefix.shape[1] + new_tokens.shape[1]
         num_dropped = self._read.shape[1] - num_kept
@@ -348,18 +321,15 @@ def draft_forward(
     context: torch.Tensor,
     cache: DFlashCache | None = None,
 ) -> torch.Tensor:
-    """The drafter's logits for the slots after an anchor, before the target's scale or cap on logits.
+    """The drafter's logits `[b - 1, V]` for the slots after an anchor, before the target's scale or cap on logits.
 
     Args:
-        target: The target, whose embeddings and head the drafter uses.
+        target: The target, whose embeddings and head the drafter uses; the logits are on the head's device.
         drafter: The drafter.
         anchor (`torch.Tensor` of shape `[1, 1]`): The last known token.
         context (`torch.Tensor` of shape `[1, S, K * D]`): Taps of the tokens before it that the cache does not hold,
             on the drafter's device.
         cache: The drafter's keys and values of the tokens before those.
-
-    Returns:
-        `torch.Tensor` of shape `[b - 1, V]` on the head's device.
     """
     config: Any = drafter.config
     # The rows of the table themselves: some targets scale them on their way in.
@@ -375,10 +345,6 @@ def draft_forward(
 class Greedy:
     """Most likely tokens only."""
 
-    def first(self, logits: torch.Tensor) -> torch.Tensor:
-        """A token `[B]` for each row of logits `[B, V]`."""
-        return logits.argmax(dim=-1)
-
     def propose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Drafts `[B, b - 1]` for logits `[B, b - 1, V]`, and what they were drawn from (None: the most likely)."""
         return logits.argmax(dim=-1), None
@@ -389,7 +355,7 @@ class Greedy:
         """Accept the drafts that are the target's own tokens.
 
         Args:
-            drafts (`torch.Tensor` of shape `[B, b - 1]`): Proposed tokens.
+            drafts (`torch.Tensor` of shape `[B, b - 1]`): Proposed tokens; none for the token after a prompt.
             proposed_from (`torch.Tensor` of shape `[B, b - 1, V]`): What `propose` drew them from.
             logits (`torch.Tensor` of shape `[B, b, V]`): The target's, for the same slots and one more.
 
@@ -406,11 +372,8 @@ class Greedy:
 class Sampling:
     """Tokens with the target's distribution after logits processors that look at one position alone.
 
-    Args:
-        processors: Temperature, top-k and top-p as transformers applies them.
-        sample_drafts: Draw drafts from the drafter's distribution, else propose its most likely tokens (as servers do
-            unless told otherwise).
-        generator: Source of randomness on the logits' device; the global one by default.
+    With `sample_drafts` drafts are drawn from the drafter's distribution, else its most likely tokens are proposed (as
+    servers do unless told otherwise). The generator, by default the global one, is on the logits' device.
     """
 
     processors: LogitsProcessorList
@@ -425,11 +388,7 @@ class Sampling:
         sample_drafts: bool = False,
         generator: torch.Generator | None = None,
     ) -> "Greedy | Sampling":
-        """The way for some settings, as of [`speculative_generate`]: greedy at temperature 0.
-
-        Raises:
-            ValueError: For a value outside its range.
-        """
+        """The way for settings of [`speculative_generate`], which is greedy at temperature 0."""
         if not 0 <= temperature < float("inf") or not 0 < top_p <= 1 or top_k < 0:
             raise ValueError(
                 f"temperature={temperature}, top_p={top_p}, top_k={top_k}: expected temperature >= 0 (0: greedy), "
@@ -452,12 +411,8 @@ class Sampling:
         ids: Any = torch.empty(rows.shape[0], 0, dtype=torch.long, device=rows.device)
         return self.processors(ids, rows).softmax(dim=-1).view(logits.shape)
 
-    def first(self, logits: torch.Tensor) -> torch.Tensor:
-        """A token `[B]` for each row of logits `[B, V]`."""
-        return self._draw(self.probabilities(logits))
-
     def propose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Drafts `[B, b - 1]` for logits `[B, b - 1, V]`, and what they were drawn from (None: the most likely)."""
+        """As [`Greedy.propose`]."""
         if not self.sample_drafts:
             return logits.argmax(dim=-1), None
         probabilities = self.probabilities(logits)
@@ -490,8 +445,8 @@ class Sampling:
         # Drawing waits for the device anyway.
         if not flat.sum(dim=-1).isfinite().all():
             raise FloatingPointError(
-                "There is nothing to draw from: logits hold NaN or infinity. Weights are damaged, hidden states "
-                "overflow in their type (use bfloat16 or float32), or the temperature is too near to 0 (use 0)."
+                "There is nothing to draw from: logits hold NaN or infinity, by damaged weights, hidden states that "
+                "overflow in float16, or a temperature too near to 0 (use 0)."
             )
         return torch.multinomial(flat, 1, generator=self.generator)[:, 0].view(weights.shape[:-1])
 
@@ -504,12 +459,10 @@ class SpeculativeOutput:
     """What was generated, and what each verification contributed.
 
     Args:
-        sequences (`torch.LongTensor` of shape `[1, n + m]`): The prompt and the `m` generated tokens, on the target's
-            device.
-        committed (`list[int]`): Tokens committed by each verification forward (accepted drafts and the target's own
-            next token), cut at the end-of-sequence token and at the budget. They add up to `m - 1`: the first token
-            is the prefill's.
-        accepted (`list[int]`): Drafts among them: one fewer, except where a cut leaves drafts alone.
+        sequences: The prompt and the `m` generated tokens, `[1, n + m]`, on the target's device.
+        committed: Tokens committed by each verification forward (accepted drafts and the target's own next token),
+            cut at the end-of-sequence token and at the budget. They add up to `m - 1`: the first is the prefill's.
+        accepted: Drafts among them: one fewer, except where a cut leaves drafts alone.
     """
 
     sequences: torch.Tensor
@@ -551,8 +504,7 @@ def speculative_generate(
         use_cache: False reads all known tokens again in every forward, for targets whose caches cannot be rolled back.
 
     Raises:
-        ValueError: When the prompt is not one row of the target's tokens, the budget is empty, a sampling setting is
-            out of range, the drafter is another target's, or the target's caches cannot be rolled back.
+        ValueError: For a drafter or prompt of another target, a setting out of range, or caches that cannot go back.
         FloatingPointError: When the target or the drafter computes logits that are not finite numbers.
     """
     check_drafter(target, drafter)
@@ -579,7 +531,8 @@ def _decode(
     with evaluation_mode(target, drafter), DecodingState(target, drafter, use_cache) as state:
         logits = state.prefill(known).to(known.device)
         check_finite(target=logits)
-        known = torch.cat([known, sampling.first(logits)[None]], dim=1)
+        # A verification without drafts.
+        known = torch.cat([known, sampling.verify(known[:, :0], None, logits[None])[1]], dim=1)
         while known.shape[1] < limit and known[0, -1].item() not in stop:
             anchor = known[:, -1:]
             draft_logits = state.draft(anchor)[None].to(known.device)
@@ -588,18 +541,14 @@ def _decode(
             logits = state.verify(anchor, drafts[0])[None].to(known.device)
             check_finite(target=logits, drafter=draft_logits)
             num_accepted, tokens = sampling.verify(drafts, proposed_from, logits)
-            num_new = _cut(tokens[0].tolist(), int(num_accepted[0]) + 1, limit - known.shape[1], stop)
+            # Those of them within the budget, up to a stop token.
+            right = tokens[0, : min(int(num_accepted[0]) + 1, limit - known.shape[1])].tolist()
+            num_new = next((i for i, token in enumerate(right, start=1) if token in stop), len(right))
             committed.append(num_new)
             accepted.append(min(num_new, int(num_accepted[0])))
             known = torch.cat([known, tokens[:, :num_new]], dim=1)
             state.commit(tokens[:, :num_new])
     return SpeculativeOutput(known, committed, accepted)
-
-
-def _cut(tokens: list[int], num_right: int, budget: int, stop: list[int]) -> int:
-    """How many of the right tokens are committed: those within the budget, up to a stop token."""
-    count = min(num_right, budget)
-    return next((i for i, token in enumerate(tokens[:count], start=1) if token in stop), count)
 
 
 def speculative_decoding(
@@ -619,17 +568,9 @@ def speculative_decoding(
 
         target.generate(**inputs, custom_generate=speculative_decoding, drafter=drafter, max_new_tokens=64)
 
-    Args:
-        model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: What `generate` gives.
-        drafter: A drafter made for the target.
-        sample_drafts, generator: As in [`speculative_generate`].
-
-    Returns:
-        The prompt and the generated tokens, `[1, n + m]`.
-
-    Raises:
-        ValueError: Without a drafter, for several prompts, and for settings and inputs whose effect would be lost.
-        FloatingPointError: As [`speculative_generate`].
+    Beside what `generate` gives it takes `drafter`, `sample_drafts` and `generator` of [`speculative_generate`].
+    Returns the prompt and the generated tokens, `[1, n + m]`. Several prompts, and settings and inputs whose effect
+    would be lost, are refused.
     """
     if drafter is None:
         raise ValueError("generate was called without a drafter; pass drafter= beside custom_generate=.")

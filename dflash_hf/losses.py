@@ -40,10 +40,8 @@ DEVICE_CHUNK_LOGITS = 2**29
 class SlotTerms:
     """What is read off the logits of single slots; objectives with equal terms share one compiled function.
 
-    Args:
-        divergence: None for the cross-entropy alone, else what else is measured against the target's distribution:
-            "kl", "total_variation", "lk", "lk_hybrid" or "overlap" (the probability that a draft is accepted).
-        temperature: Temperature of the target's distribution; below 1 it is nearer to the target's greedy choice.
+    Beside the cross-entropy that is a divergence from the target's distribution at some temperature: "kl",
+    "total_variation", "lk", "lk_hybrid" or "overlap" (the probability that a draft is accepted).
     """
 
     divergence: str | None = None
@@ -105,28 +103,22 @@ def _divergence(name: str, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Te
 
 @dataclass(frozen=True)
 class DecayedCrossEntropy:
-    """Cross-entropy with weights `exp(-(k-1)/gamma)` for slot k, divided by their sum (arXiv 2602.06036).
-
-    Args:
-        gamma: Decay length in slots.
-    """
+    """Cross-entropy with weights `exp(-(k-1)/gamma)` for slot k, divided by their sum (arXiv 2602.06036)."""
 
     gamma: float
     slot_terms = SlotTerms()
 
     def weights(self, losses: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
         """Weights `[M, b-1]` from the detached cross-entropies `[M, b-1]` (0 where uncounted) and what counts."""
-        return self._decay(counted).to(losses.dtype)
+        slots = torch.arange(counted.shape[-1], device=counted.device, dtype=torch.float32)
+        return torch.exp(-slots / self.gamma) * counted
 
     def block_losses(self, terms: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
         return self.weights(terms[..., 0].detach(), counted) * terms[..., 0]
 
     def normalizer(self, counted: torch.Tensor) -> torch.Tensor:
-        return self._decay(counted).sum()
-
-    def _decay(self, counted: torch.Tensor) -> torch.Tensor:
-        slots = torch.arange(counted.shape[-1], device=counted.device, dtype=torch.float32)
-        return torch.exp(-slots / self.gamma) * counted
+        # The losses decide over none of them.
+        return self.weights(counted, counted).sum()
 
 
 @dataclass(frozen=True)
@@ -245,42 +237,36 @@ def make_objective(
 
 def objective_of(args: Any, block_size: int) -> Objective:
     """[`make_objective`] with the values of training arguments."""
+    gamma, alpha, weights = args.loss_gamma, args.dpace_alpha, args.slot_weights
     return make_objective(
-        args.objective,
-        block_size,
-        args.loss_gamma,
-        args.dpace_alpha,
-        args.slot_weights,
-        args.loss_temperature,
-        args.cross_entropy_share,
+        args.objective, block_size, gamma, alpha, weights, args.loss_temperature, args.cross_entropy_share
     )
 
 
 def _check_objective(
     name: str, gamma: float, alpha: float, slot_weights: str | None, temperature: float, cross_entropy_share: float
 ) -> None:
-    if name not in OBJECTIVES:
-        raise ValueError(f"objective={name!r} is unknown; choose one of {', '.join(OBJECTIVES)}.")
     # Each test is false for nan too.
-    if not gamma > 0:
-        raise ValueError(f"loss_gamma={gamma} must be positive: it is the decay length of the weights in slots.")
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"dpace_alpha={alpha} must lie in [0, 1]: it mixes the drafter's probability with 1.")
-    if slot_weights is not None and slot_weights not in SLOT_WEIGHTS:
-        raise ValueError(f"slot_weights={slot_weights!r} is unknown; choose {' or '.join(SLOT_WEIGHTS)}.")
-    if not LOWEST_TEMPERATURE <= temperature < float("inf"):
-        raise ValueError(
+    wanted = [
+        (name in OBJECTIVES, f"objective={name!r} is unknown; choose one of {', '.join(OBJECTIVES)}."),
+        (gamma > 0, f"loss_gamma={gamma} must be positive: it is the decay length of the weights in slots."),
+        (0 <= alpha <= 1, f"dpace_alpha={alpha} must lie in [0, 1]: it mixes the drafter's probability with 1."),
+        (slot_weights in (None, *SLOT_WEIGHTS), f"slot_weights={slot_weights!r}: choose {' or '.join(SLOT_WEIGHTS)}."),
+        (
+            LOWEST_TEMPERATURE <= temperature < float("inf"),
             f"loss_temperature={temperature} must be finite and at least {LOWEST_TEMPERATURE}, or the target's logits "
-            "overflow. 0.1 is nearly its greedy choice."
-        )
-    if not 0 <= cross_entropy_share <= 1:
-        raise ValueError(f"cross_entropy_share={cross_entropy_share} must lie in [0, 1]: it mixes two losses.")
-    if not compares_distributions(name) and (slot_weights, temperature, cross_entropy_share) != (None, 1.0, 0.0):
-        raise ValueError(
-            "slot_weights, loss_temperature and cross_entropy_share are settings of objectives that compare with the "
-            f"target's distribution and have no effect on objective={name!r}. Leave them unset, or choose one of "
-            f"{', '.join(OBJECTIVES[2:])}."
-        )
+            "overflow. 0.1 is nearly its greedy choice.",
+        ),
+        (0 <= cross_entropy_share <= 1, f"cross_entropy_share={cross_entropy_share} must lie in [0, 1]."),
+        (
+            compares_distributions(name) or (slot_weights, temperature, cross_entropy_share) == (None, 1.0, 0.0),
+            f"slot_weights, loss_temperature and cross_entropy_share have no effect on objective={name!r}, which does "
+            f"not compare with the target's distribution. Leave them unset, or choose one of {OBJECTIVES[2:]}.",
+        ),
+    ]
+    for holds, sentence in wanted:
+        if not holds:
+            raise ValueError(sentence)
 
 
 # --- The loss through the target's frozen head: sums, never means.
@@ -339,11 +325,9 @@ class BlockSums:
 
 @dataclass(frozen=True)
 class TargetStates:
-    """The target's own hidden states, from which its distribution follows where an objective compares with it.
+    """The target's own hidden states `[B, T, D]` after its final norm, of which its distribution follows.
 
-    Args:
-        hidden_states (`torch.Tensor` of shape `[B, T, D]`): After the target's final norm, ready for its head.
-        anchor_positions (`torch.Tensor` of shape `[B, N]`): Row index of each block's anchor, -1 where unused.
+    `anchor_positions` `[B, N]` has the row index of each block's anchor, -1 where unused.
     """
 
     hidden_states: torch.Tensor
@@ -467,7 +451,8 @@ def frozen_head_loss(
 ) -> tuple[torch.Tensor, BlockSums]:
     """Sum of an objective's losses through the target's frozen head, in one pass over chunks of whole blocks.
 
-    Only slots that count are multiplied with the head, the drafter's states and the target's own alike.
+    Only slots that count are multiplied with the head, the drafter's states and the target's own alike. Returns the
+    sum (not yet normalised; zero with zero gradients where nothing counts) and the sums for metrics.
 
     Args:
         hidden_states (`torch.Tensor` of shape `[B, N * b, D]`): The drafter's output.
@@ -478,15 +463,12 @@ def frozen_head_loss(
         counted_slots (`[B * N]`, *optional*): Counted slots of each block; without it the labels are asked, which
             waits for the device.
         target: The target's own states, for an objective that compares distributions.
-
-    Returns:
-        The sum (not yet normalised; zero with zero gradients where nothing counts) and the sums for metrics.
     """
     compares = objective.slot_terms.divergence is not None
     if compares and target is None:
         raise ValueError(
-            f"{objective} compares with the target's distribution, so it needs the target's hidden states after its "
-            "final norm. Pass `target`, from FrozenTarget(..., final_states=True)."
+            f"{objective} compares with the target's distribution, so it needs the target's final hidden states. "
+            "Pass `target`, from FrozenTarget(..., final_states=True)."
         )
     block_size = labels.shape[-1]
     labels = labels.flatten(0, -2)
@@ -523,8 +505,7 @@ def draft_blocks(
         context_hidden_states (`torch.Tensor` of shape `[B, T, K * D]`): In the type that the drafter computes in.
         anchor_positions (`torch.Tensor` of shape `[B, N]`): Row index of each block's anchor, -1 where unused.
 
-    Returns:
-        The drafter's output, whose `last_hidden_state` has the shape `[B, N * b, D]`.
+    The `last_hidden_state` of what it returns has the shape `[B, N * b, D]`.
     """
     anchor_ids = inputs["input_ids"].gather(1, anchor_positions.clamp(min=0))
     noise_embeds = head.noise_embeds(anchor_ids, config.mask_token_id, config.block_size)
@@ -547,13 +528,10 @@ def drafter_loss(
     chunk_blocks: int | None = None,
     final_hidden_states: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, BlockSums, Any]:
-    """Draft all blocks of a batch and compare them with its labels through the frozen head.
+    """Draft all blocks of a batch: the sum of losses (not yet normalised), the metrics' sums, the drafter's output.
 
     `final_hidden_states` `[B, T, D]` are the target's after its final norm, for an objective that compares with its
     distribution; the context comes with its noise.
-
-    Returns:
-        The sum of losses (not yet normalised), the sums for metrics and the drafter's output.
     """
     anchors = inputs["anchor_positions"]
     outputs = draft_blocks(model, config, head, inputs, context_hidden_states, anchors)
@@ -580,14 +558,9 @@ def add_context_noise(
 ) -> torch.Tensor:
     """A copy `[B, T, K * D]` with uniform noise in `(-half_width, half_width)`, drawn from each document's own seed.
 
-    However documents are spread over rows, batches and ranks, each sees the same noise.
-
-    Args:
-        context_hidden_states (`torch.Tensor` of shape `[B, T, K * D]`): The target's hidden states.
-        document_lengths: Lengths in tokens of the documents of each row.
-        noise_seeds: One seed per document.
-        half_width: Bound of the noise; 0 returns the input itself.
-        dtype: Type of the result, by default that of the input; the sum is taken in fp32 at least.
+    However documents are spread over rows, batches and ranks, each sees the same noise: lengths and seeds are those
+    of the documents of each row. A `half_width` of 0 returns the input itself. The sum is taken in fp32 at least, and
+    `dtype` is the result's.
     """
     if half_width == 0:
         return context_hidden_states

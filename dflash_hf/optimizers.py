@@ -16,14 +16,7 @@ class MuonWithAdamW(Optimizer):
 
     Muon's orthogonal steps are scaled to the root mean square of AdamW's, so that both follow one learning rate.
 
-    Args:
-        params: Parameters, or groups of them.
-        lr: Learning rate of both.
-        weight_decay: Weight decay of groups that bring none of their own.
-        momentum: Momentum of Muon.
-        betas: Decay rates of AdamW's averages.
-        eps: Added to AdamW's denominator.
-        fused: Whether AdamW runs as one kernel.
+    `params` are parameters or groups of them; `momentum` is Muon's, `betas`, `eps` and `fused` are AdamW's.
     """
 
     def __init__(
@@ -39,8 +32,14 @@ class MuonWithAdamW(Optimizer):
         groups = list(params)
         if groups and not isinstance(groups[0], dict):
             groups = [{"params": groups}]
-        matrices = _of_rank(groups, lambda rank: rank == 2)
-        others = _of_rank(groups, lambda rank: rank != 2)
+        matrices, others = (
+            [
+                {**g, "params": part}
+                for g in groups
+                if (part := [p for p in g["params"] if (p.dim() == 2) == is_matrix])
+            ]
+            for is_matrix in (True, False)
+        )
         self.parts: list[Optimizer] = []
         if matrices:
             self.parts.append(Muon(matrices, lr, weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"))
@@ -78,25 +77,16 @@ class MuonWithAdamW(Optimizer):
         return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Raises:
-            ValueError: When it was saved by another optimizer.
-        """
+        """Continue from a saved state; a `ValueError` where another optimizer saved it."""
         states = state_dict.get("parts")
         if states is None or len(states) != len(self.parts):
             raise ValueError(
-                f"The saved optimizer state has the fields {sorted(state_dict)}, expected `parts` of Muon and AdamW: "
-                "it was written by another optimizer. Resume with the value of muon that the run began with."
+                f"The saved optimizer state has the fields {sorted(state_dict)} and was written by another optimizer. "
+                "Resume with the value of muon that the run began with."
             )
         for part, state in zip(self.parts, states, strict=True):
             part.load_state_dict(state)
         self._share_groups()
-
-
-def _of_rank(groups: list[dict[str, Any]], fits: Callable[[int], bool]) -> list[dict[str, Any]]:
-    chosen = [{**group, "params": [p for p in group["params"] if fits(p.dim())]} for group in groups]
-    return [group for group in chosen if group["params"]]
 
 
 def muon_with_adamw(args: DFlashTrainingArguments) -> tuple[type[Optimizer], dict[str, Any]]:

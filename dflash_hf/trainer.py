@@ -38,12 +38,13 @@ from .data_collator import IGNORE_INDEX, DataCollatorForDFlash, check_documents,
 from .documents import check_documents_fit
 from .frozen_target import FrozenHead, FrozenTarget, read_eos_token_ids, varied_lengths
 from .losses import BlockSums, Objective, add_context_noise, compares_distributions, drafter_loss, objective_of
+from .model_card import CardOptions, TrainingFacts
 from .modeling_dflash import DFlashDraftModel
 from .operations import batch_operations, drafter_weights
 from .optimizers import muon_with_adamw
 from .packing import PackedDataset, RowSampler, with_sources
 from .prefetch import PairCallback, make_pair, place_target
-from .publishing import CardOptions, TrainingFacts, push_checkpoint, push_run, write_card
+from .publishing import push_checkpoint, push_run, write_card
 from .remote_checkpoints import RemoteCheckpointCallback
 from .resuming import (
     EVALUATION_DUE,

@@ -23,7 +23,7 @@ from dflash_hf.adapting import check_part, plain_drafter
 from dflash_hf.callbacks import end_together
 from dflash_hf.cli import errors_in_one_line, parse_config, refuse_unused
 from dflash_hf.documents import read_manifest
-from dflash_hf.publishing import FACTS_NAME, read_facts
+from dflash_hf.model_card import FACTS_NAME, read_facts
 from dflash_hf.trainer import documents_reader
 from dflash_hf.training_args import check_scripted
 

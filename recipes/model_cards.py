@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from dflash_hf import DFlashDraftConfig
 from dflash_hf.checkpoint_format import expected_tensors
 from dflash_hf.cli import load_yaml_mapping
-from dflash_hf.publishing import CardOptions, CardResults, ResultRow, differing_arguments, model_card
+from dflash_hf.model_card import CardOptions, CardResults, ResultRow, differing_arguments, model_card
 from dflash_hf.validation import Checkpoint
 
 

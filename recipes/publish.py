@@ -15,17 +15,8 @@ from pathlib import Path
 from dflash_hf import DFlashDraftModel
 from dflash_hf.checkpoint_files import is_adapter_folder
 from dflash_hf.cli import parse_config
-from dflash_hf.publishing import (
-    PLOT_NAME,
-    CardOptions,
-    Publication,
-    PublishError,
-    build_repository,
-    load_results,
-    publish,
-    read_facts,
-    recorded_results,
-)
+from dflash_hf.model_card import CardOptions, load_results, read_facts, recorded_results
+from dflash_hf.publishing import PLOT_NAME, Publication, PublishError, build_repository, publish
 
 
 @dataclass

@@ -18,7 +18,7 @@ from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlash
 from dflash_hf.acceptance import measure_acceptance
 from dflash_hf.adapters import load_adapter, lora_config
 from dflash_hf.adapting import plain_drafter
-from dflash_hf.publishing import write_facts
+from dflash_hf.model_card import write_facts
 from dflash_hf.validation import main as dflash_hf_command
 
 

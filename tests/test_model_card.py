@@ -25,7 +25,7 @@ from dflash_hf import (
     tokenize_files,
 )
 from dflash_hf.documents import open_documents
-from dflash_hf.publishing import (
+from dflash_hf.model_card import (
     RECIPE_ARGUMENTS,
     CardOptions,
     _data,

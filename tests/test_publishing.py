@@ -21,7 +21,8 @@ from tiny import MASK_TOKEN_ID, dense_target
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, validate_checkpoint
 from dflash_hf.adapters import lora_config
 from dflash_hf.adapting import plain_drafter
-from dflash_hf.publishing import CardOptions, PublishError, build_repository, publish, without_local_paths
+from dflash_hf.model_card import CardOptions
+from dflash_hf.publishing import PublishError, build_repository, publish, without_local_paths
 
 
 REPO = "me/tiny-DFlash"

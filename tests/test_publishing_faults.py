@@ -29,7 +29,8 @@ from dflash_hf.adapters import (
 )
 from dflash_hf.checkpointing import manifest_problems
 from dflash_hf.frozen_target import load_model
-from dflash_hf.publishing import build_repository, load_results, read_facts, read_results, recorded_results
+from dflash_hf.model_card import load_results, read_facts, read_results, recorded_results
+from dflash_hf.publishing import build_repository
 from dflash_hf.resuming import target_identity
 
 

@@ -199,7 +199,8 @@ def test_the_next_three_tokens_of_a_target_in_100000_copies(settings, sample_dra
             guesses[tuple(string)] = draft_forward(target, drafter, ids[:, -1:], taps[:, :-1])
         return torch.stack([guesses[tuple(string)] for string in unique.tolist()])[index]
 
-    first = sampling.first(logits(torch.empty(rows, 0, dtype=torch.long)))
+    no_drafts = torch.empty(rows, 0, dtype=torch.long)
+    first = sampling.verify(no_drafts, None, logits(no_drafts)[:, None])[1][:, 0]
     tokens = torch.empty(rows, 3, dtype=torch.long)
     for token in range(vocab_size):
         chosen = first == token

@@ -17,7 +17,7 @@ from transformers import HfArgumentParser, TrainerCallback
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.acceptance import WalkSums, walk_documents
 from dflash_hf.frozen_target import FrozenTarget
-from dflash_hf.publishing import read_facts
+from dflash_hf.model_card import read_facts
 
 
 FOLDER = Path(__file__).parents[1] / "recipes" / "smollm2-135m"

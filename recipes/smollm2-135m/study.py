@@ -27,7 +27,7 @@ from transformers import AutoConfig, HfArgumentParser
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.acceptance import DecodingSettings, measure_acceptance, walked_acceptance_length
 from dflash_hf.frozen_target import FrozenTarget
-from dflash_hf.publishing import write_facts
+from dflash_hf.model_card import write_facts
 from dflash_hf.trainer import compile_layers
 
 

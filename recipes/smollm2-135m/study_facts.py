@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from dflash_hf.publishing import FORMAT, differing_arguments
+from dflash_hf.model_card import FORMAT, differing_arguments
 
 
 TARGET = {"id": "HuggingFaceTB/SmolLM2-135M-Instruct", "model_type": "llama"}
