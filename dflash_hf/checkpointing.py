@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -310,14 +311,12 @@ def _write_weights_and_states(trainer: Any, folder: str) -> None:
         trainer._save_scaler(folder)
         trainer._save_rng_state(folder)
 
-    def use_device() -> None:
-        # A thread begins at the first GPU, whichever one the process uses.
-        if trainer.args.device.type == "cuda":
-            torch.cuda.set_device(trainer.args.device)
-
     if trainer.args.save_only_model:
         trainer.save_model(folder, _internal_call=True)
         return
+    device = trainer.args.device
+    # A thread begins at the first GPU, whichever one the process uses.
+    use_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
     # Each waits for copies to the host and into files, which one thread makes at a fraction of a disk's rate.
     with ThreadPoolExecutor(1, initializer=use_device) as pool:
         states = pool.submit(write_states)

@@ -202,7 +202,7 @@ class DFlashTrainer(Trainer):
         target_model (`str`, `PreTrainedModel` or `FrozenTarget`):
             The target, by Hub id, folder or loaded. It is frozen and belongs to no checkpoint.
         args (`DFlashTrainingArguments`, *optional*):
-            Arguments.
+            What to train with.
         data_collator (*optional*):
             Makes batches of packed rows; a [`DataCollatorForDFlash`] by default.
         train_dataset, eval_dataset (`datasets.Dataset`, `list[dict]` or `PackedDataset`, *optional*):
@@ -667,10 +667,7 @@ class DFlashTrainer(Trainer):
         return [c for c in self.callback_handler.callbacks if isinstance(c, RemoteCheckpointCallback)]
 
     def _save_late(self) -> None:
-        """Write a checkpoint of a run that writes none, if a signal came behind its last step.
-
-        The signal is passed on, and may end the process before anything else is saved.
-        """
+        """Write a checkpoint of a run that writes none, if a signal came behind its last step: it is passed on."""
         writes_none = self.args.save_strategy == SaveStrategy.NO and not self._interrupts.saves_last
         if writes_none and self._reduce(self._interrupts.flag(self.args.device)).item():
             self._save_checkpoint(self.model, None)
