@@ -50,7 +50,7 @@ BYTES_PER_SECOND = 1e9
 
 
 class HostCopy:
-    """A copy of a small tensor on its way to the host, which waits only if it is read before it has arrived."""
+    """A copy of a small tensor on its way to the host; reading it waits only where it has not arrived yet."""
 
     def __init__(self, tensor: torch.Tensor):
         # From a GPU it goes into pinned memory, which leaves the host free to queue the next kernels.
@@ -69,9 +69,6 @@ class HostCopy:
         return self._tensor
 
 
-# --- Steps that are not finite, and losses that cannot fall.
-
-
 class NonFiniteTrainingError(RuntimeError):
     """Too many steps in a row whose loss or gradients were not finite, or weights that are not finite themselves."""
 
@@ -85,14 +82,16 @@ class _MicroBatch:
     context_sums: torch.Tensor  # [B, T], not finite where any of a token's hidden states is not
     loss_is_finite: torch.Tensor | None = None
 
-    def broken_documents(self) -> list[int]:
-        """The documents that have a token with non-finite hidden states."""
-        finite = torch.isfinite(self.context_sums).cpu()
-        broken = []
-        for row, (documents, lengths) in enumerate(zip(self.documents, self.lengths, strict=True)):
-            parts = finite[row, : sum(lengths)].split(lengths)
+
+def _broken_documents(batches: list[_MicroBatch]) -> list[int]:
+    """The documents that have a token with non-finite hidden states."""
+    broken = []
+    for batch in batches:
+        rows = zip(batch.documents, batch.lengths, torch.isfinite(batch.context_sums).cpu(), strict=True)
+        for documents, lengths, finite in rows:
+            parts = finite[: sum(lengths)].split(lengths)
             broken += [document for document, part in zip(documents, parts, strict=True) if not part.all()]
-        return broken
+    return broken
 
 
 @dataclass
@@ -132,15 +131,10 @@ class StepGuard(TrainerCallback):
             optimizer = optimizer.optimizer
         self._hook = optimizer.register_step_pre_hook(self._before_step)
 
-    def see(
-        self,
-        context_hidden_states: torch.Tensor,
-        documents: list[list[int]],
-        lengths: list[list[int]],
-        training: bool = True,
-    ) -> None:
+    def see(self, context_hidden_states: torch.Tensor, inputs: dict[str, Any], training: bool) -> None:
         """Remember a micro-batch's hidden states `[B, T, K * D]` by one sum per token."""
-        seen = _MicroBatch(documents, lengths, context_hidden_states.detach().sum(-1, dtype=torch.float32))
+        sums = context_hidden_states.detach().sum(-1, dtype=torch.float32)
+        seen = _MicroBatch(inputs["documents"], inputs["document_lengths"], sums)
         (self._current if training else self.evaluated).append(seen)
 
     def marked(self, loss: torch.Tensor) -> torch.Tensor:
@@ -185,8 +179,8 @@ class StepGuard(TrainerCallback):
         self.flush()
         if self.in_a_row and not self._took_a_step:
             raise NonFiniteTrainingError(
-                f"All {self.in_a_row} steps of this run were left out, since their losses or gradients are not "
-                "finite: nothing was trained. Look at the documents named above and at the target's dtype."
+                f"All {self.in_a_row} steps of this run were left out: nothing was trained. Look at the documents "
+                "named above and at the target's dtype."
             )
         parameter = first_nonfinite_parameter(self.drafter)
         if parameter is not None:
@@ -195,7 +189,7 @@ class StepGuard(TrainerCallback):
     def report_evaluation(self, loss: float) -> None:
         """Name the documents of an evaluation whose loss is not finite, and forget what was seen of it."""
         if not math.isfinite(loss):
-            broken = [document for batch in self.evaluated for document in batch.broken_documents()]
+            broken = _broken_documents(self.evaluated)
             whose = f"not finite in {_named(broken)} of those evaluated" if broken else "finite in this process"
             logger.warning(f"The loss of the evaluation is not finite: the target's hidden states are {whose}.")
         self.evaluated.clear()
@@ -217,25 +211,23 @@ class StepGuard(TrainerCallback):
                 self.in_a_row, self._took_a_step = 0, True
 
     def _report(self, step: _Step) -> None:
-        message = (
-            f"Step {step.number} was left out: its loss or gradients are not finite. {_blame(step.micro_batches)}"
-        )
+        said = f"Step {step.number} was left out: its loss or gradients are not finite. {_blame(step.micro_batches)}"
         parameter = first_nonfinite_parameter(self.drafter)
         if parameter is not None:
             raise NonFiniteTrainingError(
-                f"{message} The drafter's own {parameter} is not finite, so no later step can be. {RESUME}"
+                f"{said} The drafter's own {parameter} is not finite, so no later step can be. {RESUME}"
             )
         if self.in_a_row >= self.max_in_a_row:
             raise NonFiniteTrainingError(
-                f"{message} It is the last of {self.in_a_row} in a row (max_nonfinite_steps={self.max_in_a_row}): "
-                "stopping; weights and checkpoints are unchanged since the last good step. Look at the named "
-                "documents and at the target's dtype, or lower the learning rate."
+                f"{said} It is the last of {self.in_a_row} in a row (max_nonfinite_steps={self.max_in_a_row}); "
+                "weights and checkpoints are unchanged since the last good step. Look at the named documents and at "
+                "the target's dtype, or lower the learning rate."
             )
-        logger.warning(f"{message} {self.in_a_row} in a row; {self.max_in_a_row} stop the run.")
+        logger.warning(f"{said} {self.in_a_row} in a row; {self.max_in_a_row} stop the run.")
 
 
 def _blame(batches: list[_MicroBatch]) -> str:
-    broken = [document for batch in batches for document in batch.broken_documents()]
+    broken = _broken_documents(batches)
     if broken:
         return f"The target's hidden states are not finite in {_named(broken)}."
     lost = [batch for batch in batches if batch.loss_is_finite is not None and not batch.loss_is_finite.item()]
@@ -258,18 +250,13 @@ def first_nonfinite_parameter(model: nn.Module) -> str | None:
 
 
 def check_can_learn(drafter: nn.Module, groups: list[dict[str, Any]], partial: bool = False) -> None:
-    """Raises ValueError for a loss that cannot fall, whatever the data; warns of parameters that are frozen.
+    """Refuse a loss that cannot fall, whatever the data, with a ValueError; warn of parameters that are frozen.
 
-    Args:
-        drafter: The model to be trained.
-        groups: Of the optimizer: `lr` (or `initial_lr`, before the schedule), and `params` where it exists already.
-        partial: Whether a part of the drafter was meant to be frozen.
+    `groups` are the optimizer's: `lr` (or `initial_lr`, before the schedule), and `params` where it exists already.
+    `partial` says that a part of the drafter was meant to be frozen.
     """
     if not any(group.get("initial_lr", group["lr"]) for group in groups):
-        raise ValueError(
-            "The learning rate is 0, so no step would change the drafter. Set learning_rate (the paper: 6e-4), or "
-            "call evaluate() to train nothing."
-        )
+        raise ValueError("The learning rate is 0, so no step would change the drafter. Set learning_rate (6e-4).")
     named = dict(drafter.named_parameters())
     frozen = [name for name, parameter in named.items() if not parameter.requires_grad]
     if len(frozen) == len(named):
@@ -288,9 +275,6 @@ def check_can_learn(drafter: nn.Module, groups: list[dict[str, Any]], partial: b
             f"{len(frozen)} of the drafter's {len(named)} parameters are frozen and will not be trained: "
             f"{', '.join(frozen[:MAX_NAMED])}{', ...' if len(frozen) > MAX_NAMED else ''}."
         )
-
-
-# --- Signals.
 
 
 class TrainingInterrupted(SystemExit):
@@ -396,9 +380,7 @@ class Interrupts(TrainerCallback):
         ends_epoch = self._evaluates_epochs and float(state.epoch).is_integer()
         self.evaluation_is_due = control.should_evaluate or ends_epoch
         if self.evaluation_is_due:
-            logger.warning(
-                f"The evaluation that is due at step {state.global_step} is left out until the run goes on."
-            )
+            logger.warning(f"The evaluation that is due at step {state.global_step} is left out until a resume.")
         self.stopping, control.should_evaluate = True, False
         control.should_training_stop = True
 
@@ -418,10 +400,9 @@ class Interrupts(TrainerCallback):
 def spare_workers(dataloader: Any) -> Any:
     """Make the workers of a DataLoader outlive a signal that a scheduler sends to all processes of a run.
 
-    The step that is running needs its batches, and torch ends the run with an error as soon as one of its workers has
-    died of a signal. This holds for forked workers, which are the default on Linux up to Python 3.13. Workers end with
-    the loader, when the process that made them says so, or when it is gone. `dataloader` is one that accelerate has
-    prepared; it is changed and returned.
+    torch ends the run with an error as soon as a worker has died of a signal. This holds for forked workers, which are
+    the default on Linux up to Python 3.13. They end with the loader, when the process that made them says so, or when
+    it is gone. `dataloader` is one that accelerate has prepared; it is changed and returned.
     """
     initialise = partial(_ignore_signals, dataloader.worker_init_fn)
     # Accelerate's own holds one of torch's, which makes the workers, and passes its arguments on when batches of a
@@ -453,10 +434,9 @@ def _ignore_signals(initialise: Callable[[int], None] | None, worker_id: int) ->
 
 @contextmanager
 def end_together() -> Iterator[None]:
-    """Put round a training script: all ranks leave the group together when it is done.
+    """Put round a training script: all ranks leave the group together when it is done, or some abort at their exit.
 
-    Without it, a rank that ends first takes the connection from the others and some runs abort at their exit. After
-    an error nothing is waited for, so that the launcher sees it at once and ends the other ranks.
+    After an error nothing is waited for, so that the launcher sees it at once and ends the other ranks.
     """
     yield
     state = PartialState()
@@ -471,24 +451,17 @@ def tell_of_grace(checkpoint_bytes: int) -> None:
     if LAUNCHED in os.environ and checkpoint_bytes / BYTES_PER_SECOND > grace / 2:
         logger.warning(
             f"A checkpoint takes {checkpoint_bytes / 1e9:.1f} GB, and the launcher kills its ranks {grace} s after it "
-            f"gets SIGTERM, within which up to two steps end and the checkpoint is written. Set {GRACE}=300 in its "
-            "environment (torch 2.13 reads it, 2.11 does not), or send SIGTERM to the ranks."
+            f"gets SIGTERM. Set {GRACE}=300 in its environment (torch 2.13 reads it, 2.11 does not), or send SIGTERM "
+            "to the ranks."
         )
-
-
-# --- A profile of some training steps: the trace, and how much of the copying between devices other work covers.
 
 
 class ProfileCallback(TrainerCallback):
     """Profiles `num_steps` steps and writes `profile.json` (a trace for chrome://tracing) and `profile_copies.json`.
 
     The latter holds the first and last profiled step, counted from 1, as `steps`, and [`copy_overlap`] as `copies`.
-    Both profiling and the writing, which falls into the step behind, make steps longer.
-
-    Args:
-        folder: Where to write.
-        num_steps: Steps to profile.
-        start: The first of them, 0-based: later than compilation and the filling of the pipe.
+    Both profiling and the writing, which falls into the step behind, make steps longer. `start` is the first step,
+    0-based: later than compilation and the filling of the pipe.
     """
 
     def __init__(self, folder: str | Path, num_steps: int, start: int = 5):
@@ -532,12 +505,8 @@ class ProfileCallback(TrainerCallback):
 def copy_overlap(events: list[dict[str, Any]], device: int = 0) -> dict[str, dict[str, float]]:
     """Seconds of each kind of copy in a trace, and of them those in which a kernel ran on the drafter's device.
 
-    Args:
-        events: `traceEvents` of a chrome trace, times in microseconds.
-        device: Index of the drafter's device.
-
-    Returns:
-        For each kind of copy (`"Memcpy PtoP"`, ...): `count`, `gigabytes`, `seconds`, `covered_seconds`.
+    `events` are the `traceEvents` of a chrome trace, with times in microseconds. Each kind (`"Memcpy PtoP"`, ...) gets
+    its `count`, `gigabytes`, `seconds` and `covered_seconds`.
     """
     on_device = [e for e in events if e.get("cat") == "kernel" and e["args"].get("device") == device]
     busy: list[tuple[float, float]] = []
@@ -551,7 +520,7 @@ def copy_overlap(events: list[dict[str, Any]], device: int = 0) -> dict[str, dic
         if event.get("cat") != "gpu_memcpy":
             continue
         name = event["name"].split(" (")[0]
-        entry = copies.setdefault(name, {"count": 0, "gigabytes": 0.0, "seconds": 0.0, "covered_seconds": 0.0})
+        entry = copies.setdefault(name, dict.fromkeys(("count", "gigabytes", "seconds", "covered_seconds"), 0.0))
         start, end = event["ts"], event["ts"] + event["dur"]
         entry["count"] += 1
         entry["gigabytes"] += event.get("args", {}).get("bytes", 0) / 1e9

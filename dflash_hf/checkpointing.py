@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints that are complete or absent: written aside, listed in a manifest with checksums, flushed, renamed."""
 
-import functools
 import hashlib
 import json
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import nn
+from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.utils import logging
 
 from .writing import ASIDE_PREFIX, REPLACED_PREFIX, check_writable, only_writer, publish, remove
@@ -45,9 +46,6 @@ _CHECKPOINT = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 
 class DiskSpaceError(OSError):
     """The next checkpoint does not fit on the disk."""
-
-
-# --- The manifest: the files of a checkpoint with sizes and checksums, by which a complete one is known.
 
 
 def sha256_of(path: Path) -> str:
@@ -101,36 +99,33 @@ def files_of(manifest: str | bytes) -> dict[str, dict[str, Any]]:
 
 def manifest_problems(folder: str | Path) -> list[str]:
     """What is wrong with a checkpoint by its manifest, one sentence each; nothing for a complete one."""
-    folder = Path(folder)
+    path = Path(folder, MANIFEST_NAME)
     try:
-        files = files_of((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+        files = files_of(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return [f"it has no {MANIFEST_NAME}, which is written last"]
     except ValueError:
         return [f"its {MANIFEST_NAME} cannot be read"]
     except OSError as error:
         return [f"its {MANIFEST_NAME} cannot be read ({error.strerror})"]
-    return [problem for name, entry in files.items() if (problem := _file_problem(folder / name, name, entry))]
+    return [f"{name} {found}" for name, entry in files.items() if (found := _problem(path.parent / name, entry))]
 
 
-def _file_problem(path: Path, name: str, entry: dict[str, Any]) -> str | None:
+def _problem(path: Path, entry: dict[str, Any]) -> str | None:
     try:
         if not path.is_file():
-            return f"{name} is missing"
+            return "is missing"
         size, crc32 = path.stat().st_size, entry.get("crc32")
         if size != entry["size"]:
-            return f"{name} has {size} bytes instead of {entry['size']}"
+            return f"has {size} bytes instead of {entry['size']}"
         if "sha256" in entry and sha256_of(path) != entry["sha256"]:
-            return f"{name} has another hash"
+            return "has another hash"
         # Earlier versions wrote the checksum of the whole file.
         own = None if crc32 is None else crc32_of(path) if isinstance(crc32, list) else crc32_of(path, size)[0]
-        return None if own == crc32 else f"{name} has another checksum"
+        return None if own == crc32 else "has another checksum"
     except OSError as error:
         # Such as a bad sector, or a file of another user.
-        return f"{name} cannot be read ({error.strerror})"
-
-
-# --- Folders of checkpoints, and room for the next one.
+        return f"cannot be read ({error.strerror})"
 
 
 def step_of(folder: str | Path) -> int | None:
@@ -169,19 +164,21 @@ def last_complete_checkpoint(output_dir: str | Path) -> Path | None:
     return None
 
 
-def rotate(trainer: Any, run_dir: Path) -> None:
+def rotate(trainer: Trainer, run_dir: Path) -> None:
     """Delete the checkpoints beyond `save_total_limit`, never the newest or the best.
 
-    Trainer goes by the time of their last change, which a clock that is set back or a copy changes; here steps count.
+    Trainer goes by the time of their last change, which a clock that is set back or a copy changes, and takes
+    `checkpoint-10-keep` for a checkpoint; here the steps of `checkpoint-N` count.
     """
-    limit, now = trainer.args.save_total_limit, trainer.state.global_step
+    limit, state = trainer.args.save_total_limit, trainer.state
     if not trainer.args.should_save or limit is None or limit <= 0:
         return
-    folders = checkpoints_in(run_dir)
-    # Those beyond the present step are of another run, and would be taken for the newest.
-    for step in [step for step in folders if step > now][: max(0, len(folders) - limit)]:
-        shutil.rmtree(folders[step], ignore_errors=True)
-    rotate_checkpoints(str(run_dir), limit, trainer.state.best_model_checkpoint, use_mtime=False)
+    folders, now, best = checkpoints_in(run_dir), state.global_step, Path(state.best_model_checkpoint or "")
+    # Those beyond the present step are of another run, and would be taken for the newest: they go first.
+    steps = sorted(folders, key=lambda step: (step <= now, step))
+    old = [folders[step] for step in steps if step != now and folders[step] != best]
+    for folder in old[: max(0, len(folders) - limit)]:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def checkpoint_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, only_model: bool) -> int:
@@ -195,7 +192,7 @@ def checkpoint_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
 
 
 def check_disk_space(folder: str | Path, needed: int) -> None:
-    """Raises [`DiskSpaceError`] if a checkpoint of so many bytes does not fit on the disk of a folder."""
+    """Raises [`DiskSpaceError`] where a checkpoint of so many bytes does not fit on the disk of a folder."""
     free, needed = shutil.disk_usage(folder).free, int(1.01 * needed) + SPARE_BYTES
     if free < needed:
         raise DiskSpaceError(
@@ -204,34 +201,26 @@ def check_disk_space(folder: str | Path, needed: int) -> None:
         )
 
 
-# --- Writing one, all ranks together.
+@contextmanager
+def writes_alone(trainer: Trainer) -> Iterator[None]:
+    """Around a training: one process at a time writes checkpoints into an `output_dir`.
 
-
-def writes_alone(train: Callable[..., Any]) -> Callable[..., Any]:
-    """Around a trainer's `train`: one process at a time writes checkpoints into an `output_dir`.
-
-    Raises:
-        AnotherWriterError: On all ranks, when another process trains into the same `output_dir`.
-        OSError: No checkpoint could be written there.
+    [`AnotherWriterError`] is raised on all ranks, as is the OSError of a folder that cannot be written.
     """
+    folder = Path(str(trainer.args.output_dir))
 
-    @functools.wraps(train)
-    def alone(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        def hold() -> None:
-            folder = Path(trainer.args.output_dir)
-            if trainer.args.save_strategy != SaveStrategy.NO:
-                check_writable(folder)
-            if folder.is_dir():
-                stack.enter_context(only_writer(folder, "output_dir"))
+    def hold() -> None:
+        if trainer.args.save_strategy != SaveStrategy.NO:
+            check_writable(folder)
+        if folder.is_dir():
+            stack.enter_context(only_writer(folder, "output_dir"))
 
-        with ExitStack() as stack:
-            decided_by_main(trainer, hold)
-            return train(trainer, *args, **kwargs)
-
-    return alone
+    with ExitStack() as stack:
+        decided_by_main(trainer, hold)
+        yield
 
 
-def decided_by_main(trainer: Any, function: Callable[[], Any]) -> Any:
+def decided_by_main(trainer: Trainer, function: Callable[[], Any]) -> Any:
     """What `function` returns on the main rank, on every rank; what it raises there is raised on all of them."""
     outcome: list[Any] = [None]
     if trainer.args.process_index == 0:
@@ -249,48 +238,45 @@ def decided_by_main(trainer: Any, function: Callable[[], Any]) -> Any:
 
 
 def write_checkpoint(trainer: Any, run_dir: Path, write_more: Callable[[Path], None]) -> Path:
-    """Write the checkpoint of the present step into a folder, all ranks together, and return its own folder.
+    """Write the checkpoint of the present step into the folder of checkpoints, all ranks together; return its own.
 
-    Args:
-        trainer: The Trainer that trains.
-        run_dir: Folder of the checkpoints.
-        write_more: Called by the main rank with the unfinished folder.
-
-    Raises:
-        DiskSpaceError: Before anything is written.
+    The main rank calls `write_more` with the unfinished folder. [`DiskSpaceError`] comes before anything is written,
+    another OSError on all ranks where one of them could not write; then there is no checkpoint of this step.
     """
-    final = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+    args, state = trainer.args, trainer.state
+    final = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
     aside = final.with_name(f"{ASIDE_PREFIX}{final.name}")
 
     def prepare() -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         clean_up(run_dir)
-        check_disk_space(run_dir, checkpoint_bytes(trainer.model, trainer.optimizer, trainer.args.save_only_model))
+        check_disk_space(run_dir, checkpoint_bytes(trainer.model, trainer.optimizer, args.save_only_model))
         aside.mkdir()
 
     def write() -> None:
         trainer.store_flos()
         _write_weights_and_states(trainer, str(aside))
-        if trainer.state.best_global_step:
-            best = final.with_name(f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.best_global_step}")
+        if state.best_global_step:
+            best = final.with_name(f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
             if best == final or best.exists():
-                trainer.state.best_model_checkpoint = str(best)
-        if trainer.args.should_save:
-            _write_trainer_state(trainer, aside)
+                state.best_model_checkpoint = str(best)
+        if args.should_save:
+            state.stateful_callbacks = _callback_states(trainer)
+            state.save_to_json(os.path.join(aside, TRAINER_STATE_NAME))
             write_more(aside)
 
     def finish() -> None:
-        if trainer.args.should_save:
+        if args.should_save:
             (aside / MANIFEST_NAME).write_text(json.dumps(make_manifest(aside), indent=1) + "\n")
             publish(aside, final)
 
     decided_by_main(trainer, prepare)
-    _all_ranks(trainer, aside, write)
-    _all_ranks(trainer, aside, finish)
+    _on_all_ranks(trainer, aside, write)
+    _on_all_ranks(trainer, aside, finish)
     return final
 
 
-def _all_ranks(trainer: Any, aside: Path, function: Callable[[], None]) -> None:
+def _on_all_ranks(trainer: Any, aside: Path, function: Callable[[], None]) -> None:
     """A part of writing, which fails on all ranks alike, so that none waits for another; also a barrier."""
     args = trainer.args
     error: Exception | None = None
@@ -309,14 +295,12 @@ def _all_ranks(trainer: Any, aside: Path, function: Callable[[], None]) -> None:
         ) from error
 
 
-def _write_trainer_state(trainer: Any, aside: Path) -> None:
-    state = trainer.state
+def _callback_states(trainer: Any) -> dict[str, Any]:
     exported: dict[str, Any] = {}
     for callback in [*trainer.callback_handler.callbacks, trainer.control]:
         if isinstance(callback, ExportableState):
             exported.setdefault(type(callback).__name__, []).append(callback.state())
-    state.stateful_callbacks = {k: v if len(v) > 1 else v[0] for k, v in exported.items()}
-    state.save_to_json(os.path.join(aside, TRAINER_STATE_NAME))
+    return {name: states if len(states) > 1 else states[0] for name, states in exported.items()}
 
 
 def _write_weights_and_states(trainer: Any, folder: str) -> None:
@@ -327,20 +311,14 @@ def _write_weights_and_states(trainer: Any, folder: str) -> None:
         trainer._save_scaler(folder)
         trainer._save_rng_state(folder)
 
-    def use_device() -> None:
-        # A thread begins at the first GPU, whichever one the process uses.
-        if trainer.args.device.type == "cuda":
-            torch.cuda.set_device(trainer.args.device)
-
     if trainer.args.save_only_model:
         trainer.save_model(folder, _internal_call=True)
-    elif trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        # Both collect what is spread over the ranks, and two collectives at the same time would mix.
+        return
+    device = trainer.args.device
+    # A thread begins at the first GPU, whichever one the process uses.
+    use_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+    # Each waits for copies to the host and into files, which one thread makes at a fraction of a disk's rate.
+    with ThreadPoolExecutor(1, initializer=use_device) as pool:
+        states = pool.submit(write_states)
         trainer.save_model(folder, _internal_call=True)
-        write_states()
-    else:
-        # Each waits for copies to the host and into files, which one thread makes at a fraction of a disk's rate.
-        with ThreadPoolExecutor(1, initializer=use_device) as pool:
-            states = pool.submit(write_states)
-            trainer.save_model(folder, _internal_call=True)
-            states.result()
+        states.result()

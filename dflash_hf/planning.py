@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import fsspec
-import numpy as np
 import torch
 import torch.distributed as dist
 from huggingface_hub import HfApi
@@ -26,15 +25,15 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, TrainerCallback
 from transformers.utils import logging
 
 from .configuration_dflash import DFlashDraftConfig
-from .data_collator import check_documents, check_token_ids, num_valid_anchors
+from .data_collator import check_documents, check_token_ids
 from .frozen_target import FrozenTarget, check_fits
 from .losses import compares_distributions
 from .modeling_dflash import DFlashDraftModel
-from .operations import Operations, count_operations, drafter_weights, passed_weights, product_rate
+from .operations import count_operations, drafter_weights, passed_weights, product_rate
 from .packing import Documents, PackedDataset
 from .prefetch import FeatureTransfer, feature_copies
 from .topology import Placement
-from .trainer import ANCHOR_BUCKET, DFlashTrainer
+from .trainer import DFlashTrainer, row_anchors
 from .training_args import DFlashTrainingArguments
 
 
@@ -59,9 +58,6 @@ RANKS_NAME = "ranks.json"
 LARGEST = torch.finfo(torch.float32).max
 
 MakeTrainer = Callable[[DFlashTrainingArguments, Any], DFlashTrainer]
-
-
-# --- What a run will need, from configurations and documents alone.
 
 
 @dataclass
@@ -93,25 +89,24 @@ class Plan:
 
     def report(self) -> str:
         """The figures as text, one a line."""
-        lines = [f"layout           {self.layout}, {self.world_size} process{'es' if self.world_size > 1 else ''}"]
+        lines = [("layout", f"{self.layout}, {self.world_size} process{'es' if self.world_size > 1 else ''}")]
         for rank, devices in self.devices.items():
-            lines.append(f"rank {rank:<11} target on {', '.join(devices[:-1])}, drafter on {devices[-1]}")
+            lines.append((f"rank {rank}", f"target on {', '.join(devices[:-1])}, drafter on {devices[-1]}"))
+        memory = [("target device", self.target_bytes), ("drafter device", self.drafter_bytes)]
         if self.layout in ("shared", "cpu"):
-            lines.append(f"one device holds both: {(self.target_bytes + self.drafter_bytes) / GIGABYTE:.1f} GB")
-        else:
-            lines.append(f"target device    {self.target_bytes / GIGABYTE:7.1f} GB")
-            lines.append(f"drafter device   {self.drafter_bytes / GIGABYTE:7.1f} GB")
+            memory = [("one for both", self.target_bytes + self.drafter_bytes)]
+        lines += [(name, f"{num_bytes / GIGABYTE:.1f} GB") for name, num_bytes in memory]
         source = "measured here" if self.rate_is_measured else "assumed, an H200's"
+        parts = f"target {self.target_seconds:.3g} s, drafter {self.drafter_seconds:.3g} s"
         lines += [
-            f"data             {self.documents:,} documents, {self.tokens:,} tokens, {self.rows:,} rows",
-            f"anchors per row  {self.anchors_per_row:,.0f}",
-            f"steps            {self.steps_per_epoch:,} an epoch, {self.total_steps:,} in all",
-            f"bf16 product     {self.rate / 1e12:.1f} TFLOP/s ({source})",
-            f"a step           {self.step_seconds:.3g} s: target {self.target_seconds:.3g} s, drafter "
-            f"{self.drafter_seconds:.3g} s",
-            f"hours per epoch  {self.hours_per_epoch:.3g}",
+            ("data", f"{self.documents:,} documents, {self.tokens:,} tokens, {self.rows:,} rows"),
+            ("anchors per row", f"{self.anchors_per_row:,.0f}"),
+            ("steps", f"{self.steps_per_epoch:,} an epoch, {self.total_steps:,} in all"),
+            ("bf16 product", f"{self.rate / 1e12:.1f} TFLOP/s ({source})"),
+            ("a step", f"{self.step_seconds:.3g} s: {parts}"),
+            ("hours per epoch", f"{self.hours_per_epoch:.3g}"),
         ]
-        return "\n".join(lines)
+        return "\n".join(f"{name:<16} {value}" for name, value in lines)
 
 
 def make_plan(
@@ -122,18 +117,10 @@ def make_plan(
     documents: Documents,
     world_size: int | None = None,
 ) -> Plan:
-    """What a run needs, after checking target, drafter and data against each other; no weights are loaded.
+    """What a run needs; no weights are loaded, and target, drafter and data that do not fit together are refused.
 
-    Args:
-        target_config: The target's configuration.
-        drafter_config: The drafter's configuration.
-        args: The training arguments.
-        placements: Devices of the ranks on this machine.
-        documents: Tokenised documents.
-        world_size: Ranks on all machines; those of this process's run by default.
-
-    Raises:
-        ValueError: When drafter and target, or drafter and data, do not fit together.
+    `placements` are the devices of the ranks on this machine, `world_size` counts the ranks on all machines and is
+    that of this process's run by default.
     """
     text_config = target_config.get_text_config(decoder=True)
     check_fits(drafter_config, text_config, text_config.vocab_size)
@@ -144,14 +131,10 @@ def make_plan(
     per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
     world_size = args.world_size if world_size is None else world_size
     steps = math.ceil(len(rows) / (per_step * world_size))
-    anchors, blocks = _anchors(rows, args, on_gpu=placements[0].drafter.type != "cpu")
-    work, needs = _work_and_memory(text_config, drafter_config, args, placements[0], rows, anchors, blocks)
-    rate_is_measured = args.device.type == "cuda"
-    rate = product_rate(args.device) if rate_is_measured else ASSUMED_RATE
-    target_seconds = per_step * work.target / (rate * TARGET_EFFICIENCY)
-    drafter_seconds = per_step * work.drafter / (rate * DRAFTER_EFFICIENCY)
-    in_turn = _is_shared(placements[0]) or args.prefetch_depth == 0
-    step_seconds = target_seconds + drafter_seconds if in_turn else max(target_seconds, drafter_seconds)
+    needs = _needs(text_config, drafter_config, args, placements[0], rows)
+    in_turn = placements[0].drafter == placements[0].target[0] or args.prefetch_depth == 0
+    halves = needs["target_seconds"], needs["drafter_seconds"]
+    step_seconds = sum(halves) if in_turn else max(halves)
     return Plan(
         layout=placements[0].layout,
         devices={str(i): [*map(str, p.target), str(p.drafter)] for i, p in enumerate(placements)},
@@ -159,56 +142,49 @@ def make_plan(
         documents=len(documents),
         tokens=rows.num_tokens,
         rows=len(rows),
-        anchors_per_row=anchors,
         steps_per_epoch=steps,
         total_steps=args.max_steps if args.max_steps > 0 else math.ceil(steps * args.num_train_epochs),
         **needs,
-        rate=rate,
-        rate_is_measured=rate_is_measured,
-        target_seconds=target_seconds,
-        drafter_seconds=drafter_seconds,
         step_seconds=step_seconds,
         hours_per_epoch=steps * step_seconds / 3600,
     )
 
 
-def _is_shared(placement: Placement) -> bool:
-    return placement.drafter == placement.target[0]
-
-
-def _work_and_memory(
-    target_config: PreTrainedConfig,
-    config: Any,
-    args: DFlashTrainingArguments,
-    placement: Placement,
-    rows: PackedDataset,
-    anchors: float,
-    blocks: float,
-) -> tuple[Operations, dict[str, Any]]:
-    """Operations of a mean row, and the fields of a plan that are weights and bytes, from models without weights.
-
-    Of `blocks` in a row, `anchors` are compared with something; the others fill it up and are drafted all the same.
-    """
+def _needs(
+    target_config: PreTrainedConfig, config: Any, args: DFlashTrainingArguments, placement: Placement, rows: Any
+) -> dict[str, Any]:
+    """The fields of a plan that are anchors, weights, bytes, rates and seconds, from models without weights."""
+    anchors, padded = row_anchors(rows, args)
+    blocks = anchors if placement.drafter.type == "cpu" else padded
     with torch.device("meta"):
         drafter = DFlashDraftModel(config)
         target: Any = AutoModelForCausalLM.from_config(target_config)
     compares, layers = compares_distributions(args.objective), target.get_decoder().layers
     # The others are cut off, unless the objective needs the target's distribution.
     read = layers if compares else layers[: config.target_layer_ids[-1] + 1]
-    tokens, slots = rows.num_tokens / len(rows), blocks * config.block_size
     # The target's final hidden states travel too where they are compared with.
-    num_states = len(config.target_layer_ids) + compares
-    head = config.vocab_size * config.hidden_size
-    drafter_bytes = _drafter_bytes(drafter, config, args, slots, tokens * config.hidden_size * num_states)
-    needs = {
+    states, width = len(config.target_layer_ids) + compares, config.hidden_size
+    tokens, slots, head = rows.num_tokens / len(rows), blocks * config.block_size, config.vocab_size * width
+    drafter_bytes = _drafter_bytes(drafter, config, args, slots, tokens * width * states)
+    if placement.drafter != placement.target[0]:
+        # Embedding and head, in bf16, which are the target's own on the same device.
+        drafter_bytes += 2 * 2 * head
+    # Of the blocks some only fill a row up: they are drafted, but do not go through the head.
+    head_slots, passed = anchors * (config.block_size - 1), passed_weights(read, target_config)
+    work = count_operations(drafter_weights(drafter), head, tokens, slots, head_slots, compares, passed)
+    rate = product_rate(args.device) if args.device.type == "cuda" else ASSUMED_RATE
+    per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    return {
+        "anchors_per_row": anchors,
         "target_parameters": _parameters(target),
         "drafter_parameters": _parameters(drafter),
-        "target_bytes": _target_bytes(target, read, target_config, args, num_states) / len(placement.target),
-        # Embedding and head, in bf16, are the target's own on the same device.
-        "drafter_bytes": drafter_bytes + (0 if _is_shared(placement) else 2 * 2 * head),
+        "target_bytes": _target_bytes(target, read, target_config, args, states) / len(placement.target),
+        "drafter_bytes": drafter_bytes,
+        "rate": rate,
+        "rate_is_measured": args.device.type == "cuda",
+        "target_seconds": per_step * work.target / (rate * TARGET_EFFICIENCY),
+        "drafter_seconds": per_step * work.drafter / (rate * DRAFTER_EFFICIENCY),
     }
-    head_slots, passed = anchors * (config.block_size - 1), passed_weights(read, target_config)
-    return count_operations(drafter_weights(drafter), head, tokens, slots, head_slots, compares, passed), needs
 
 
 def _parameters(model: nn.Module) -> int:
@@ -255,30 +231,14 @@ def _quantised_bits(quantization: Any) -> float:
     return float(values.get("bits", 15.5)) + 0.5
 
 
-def _anchors(rows: PackedDataset, args: DFlashTrainingArguments, on_gpu: bool) -> tuple[float, float]:
-    """Mean anchors of a row, and those that are computed: on a GPU all rows are padded to the largest one's."""
-    draws = np.minimum(num_valid_anchors(rows.documents), args.num_anchors)
-    cap = args.max_anchors_per_row or max(1, args.row_length // 4)
-    mean = min(float(draws.sum()), cap * len(rows)) / len(rows)
-    if not on_gpu:
-        return mean, mean
-    largest = min(cap, rows.largest_row_sum(draws))
-    return mean, -(-largest // ANCHOR_BUCKET) * ANCHOR_BUCKET
-
-
 def check_memory(plan: Plan, total_bytes: int, num_visible: int) -> None:
     """Refuse a layout that cannot fit its GPUs even if the estimate is `ESTIMATE_MARGIN` too high.
 
-    Args:
-        plan: The run's figures.
-        total_bytes: Memory of a GPU.
-        num_visible: GPUs that the processes see.
-
-    Raises:
-        ValueError: Naming the command that would work on these GPUs.
+    `total_bytes` is the memory of a GPU, `num_visible` how many the processes see. The ValueError names the command
+    that would work on them.
     """
-    both = plan.target_bytes + plan.drafter_bytes
-    needed = both if plan.layout == "shared" else max(plan.target_bytes, plan.drafter_bytes)
+    halves = plan.target_bytes, plan.drafter_bytes
+    needed = sum(halves) if plan.layout == "shared" else max(halves)
     if needed * (1 - ESTIMATE_MARGIN) <= total_bytes:
         return
     if plan.layout == "shared" and num_visible > 1:
@@ -295,16 +255,16 @@ def check_memory(plan: Plan, total_bytes: int, num_visible: int) -> None:
     )
 
 
-# --- The preflight: two minutes on a rented machine before days, each failure with its way out.
-
-
 def preflight(
     make_trainer: MakeTrainer,
     args: DFlashTrainingArguments,
     target: FrozenTarget,
     upload_to: str | None = None,
 ) -> dict[str, float]:
-    """Try out copies, all-reduce, steps, evaluation, checkpoint, resume and upload.
+    """Try out copies, all-reduce, steps, evaluation, checkpoint, resume and upload: seconds of each check.
+
+    They are written to `preflight.json` in the output folder too. A RuntimeError names the check that failed, why, and
+    the way out.
 
     Args:
         make_trainer: Makes a trainer from arguments and data to evaluate on; the data are the run's own.
@@ -312,12 +272,6 @@ def preflight(
         target: The loaded target.
         upload_to: A folder or URL (`s3://...`) to upload to, by default `remote_checkpoint_dir` or the output folder;
             the Hub is tried too where `push_to_hub` is set.
-
-    Returns:
-        Seconds of each check, also written to `preflight.json` in the output folder.
-
-    Raises:
-        RuntimeError: Naming the check that failed, why, and the way out.
     """
     output, source, is_main = Path(str(args.output_dir)), target.device, args.process_index == 0
     folder, report = output / "preflight", output / "preflight.json"
@@ -327,8 +281,17 @@ def preflight(
         "three steps, an evaluation, a checkpoint and its resume": lambda: check_training(make_trainer, args, folder),
         "upload": lambda: check_upload(args, upload_to),
     }
+    seconds = {}
     try:
-        seconds = {name: _seconds_of(name, check, is_main) for name, check in checks.items()}
+        for name, check in checks.items():
+            start = time.perf_counter()
+            try:
+                check()
+            except Exception as error:
+                raise RuntimeError(f"Preflight failed at: {name}. {error}{_advice(error)}") from error
+            seconds[name] = time.perf_counter() - start
+            if is_main:
+                print(f"preflight: {name}: ok, {seconds[name]:.1f} s", flush=True)
     finally:
         if is_main:
             # After a failure too: its half checkpoints may be what fills the disk.
@@ -340,28 +303,16 @@ def preflight(
     return seconds
 
 
-def _seconds_of(name: str, check: Callable[[], None], is_main: bool) -> float:
-    start, advice = time.perf_counter(), ""
-    try:
-        check()
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            advice = ": free space, or give an output_dir on a larger disk."
-        if isinstance(error, torch.OutOfMemoryError):
-            advice = " Lower row_length, max_anchors_per_row or prefetch_depth, or set activation_checkpointing."
-        raise RuntimeError(f"Preflight failed at: {name}. {error}{advice}") from error
-    seconds = time.perf_counter() - start
-    if is_main:
-        print(f"preflight: {name}: ok, {seconds:.1f} s", flush=True)
-    return seconds
+def _advice(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return ": free space, or give an output_dir on a larger disk."
+    if isinstance(error, torch.OutOfMemoryError):
+        return " Lower row_length, max_anchors_per_row or prefetch_depth, or set activation_checkpointing."
+    return ""
 
 
 def check_copy(source: torch.device, destination: torch.device, copies: str, num_bytes: int = COPY_BYTES) -> None:
-    """Send random bytes the way hidden states go, and compare what arrives byte by byte.
-
-    Raises:
-        RuntimeError: When other bytes arrive.
-    """
+    """Send random bytes the way hidden states go, and raise a RuntimeError where other bytes arrive."""
     expected = torch.randint(0, 2**31 - 1, (num_bytes // 4,), dtype=torch.int32)
     states = expected.to(source)
     target: Any = SimpleNamespace(device=source, context_hidden_states=lambda *args, **kwargs: states.clone())
@@ -370,18 +321,15 @@ def check_copy(source: torch.device, destination: torch.device, copies: str, num
         arrived = transfer.receive(transfer.run(torch.zeros(1, 1, dtype=torch.long), [[1]]))
         if not torch.equal(arrived.cpu(), expected):
             raise RuntimeError(
-                f"Bytes copied from {source} to {destination} ({copies}) arrive changed, so hidden states would too. "
-                "Copies between these GPUs cannot be trusted: set feature_copies=host and NCCL_P2P_DISABLE=1, and "
-                "look at the machine's IOMMU and ACS settings."
+                f"Bytes copied from {source} to {destination} ({copies}) arrive changed, as hidden states would. Set "
+                "feature_copies=host and NCCL_P2P_DISABLE=1, and look at the machine's IOMMU and ACS settings."
             )
 
 
 def check_all_reduce(device: torch.device, seconds: float = ALL_REDUCE_SECONDS) -> None:
-    """Add up a tensor over all ranks within a time.
+    """Add up a tensor over all ranks, and raise a RuntimeError where the sum is wrong.
 
-    Raises:
-        RuntimeError: When the sum is wrong. When it does not come in time the process says so and ends: a group that
-            hangs cannot be taken down in order.
+    Where it does not come in time the process says so and ends: a group that hangs cannot be taken down in order.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
@@ -390,13 +338,9 @@ def check_all_reduce(device: torch.device, seconds: float = ALL_REDUCE_SECONDS) 
     deadline = time.monotonic() + seconds
     while not work.is_completed():
         if time.monotonic() > deadline:
-            print(
-                f"Preflight failed at: all-reduce between the ranks. Nothing came in {seconds:.0f} s. Set "
-                "NCCL_P2P_DISABLE=1 (and NCCL_IB_DISABLE=1 between machines without InfiniBand), and "
-                "NCCL_DEBUG=INFO to see which connection waits.",
-                file=sys.stderr,
-                flush=True,
-            )
+            said = f"Preflight failed at: all-reduce between the ranks. Nothing came in {seconds:.0f} s. Set "
+            said += "NCCL_P2P_DISABLE=1 (and NCCL_IB_DISABLE=1 between machines without InfiniBand), and "
+            print(f"{said}NCCL_DEBUG=INFO to see which connection waits.", file=sys.stderr, flush=True)
             os._exit(1)
         time.sleep(0.01)
     work.wait()
@@ -413,11 +357,7 @@ class _OneCheckpoint(TrainerCallback):
 
 
 def check_training(make_trainer: MakeTrainer, args: DFlashTrainingArguments, folder: Path) -> None:
-    """Three steps with an evaluation and a checkpoint after the second, and the third once more from the checkpoint.
-
-    Raises:
-        RuntimeError: When a loss is not finite or the resumed step is another one.
-    """
+    """Three steps with an evaluation, a checkpoint after the second, and the third once more from the checkpoint."""
     short = copy.copy(args)
     for name, value in {
         "output_dir": str(folder), "max_steps": 3, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1,
@@ -446,17 +386,13 @@ def check_training(make_trainer: MakeTrainer, args: DFlashTrainingArguments, fol
     tolerance = 0 if args.device.type == "cpu" else 1e-2 * abs(losses[-1])
     if len(again) != len(losses) or abs(again[-1] - losses[-1]) > tolerance:
         raise RuntimeError(
-            f"The step after the checkpoint had the loss {losses[-1]}, and {again[-1:]} after resuming: the "
-            "checkpoint does not hold the whole run. Check the disk, and that all ranks see the same output_dir."
+            f"The step after the checkpoint had the loss {losses[-1]}, and {again[-1:]} after resuming. Check the "
+            "disk, and that all ranks see the same output_dir."
         )
 
 
 def check_upload(args: DFlashTrainingArguments, upload_to: str | None) -> None:
-    """Write a small file where checkpoints will go, read it back and delete it.
-
-    Raises:
-        RuntimeError: When the place cannot be written to or gives back something else.
-    """
+    """Write a small file where checkpoints will go, read it back and delete it; also on the Hub where it gets them."""
     if args.process_index != 0:
         return
     content = os.urandom(1024)
@@ -470,62 +406,35 @@ def check_upload(args: DFlashTrainingArguments, upload_to: str | None) -> None:
         filesystem.rm(path)
     except (OSError, ImportError, ValueError) as error:
         raise RuntimeError(
-            f"{url} cannot be written and read ({error}). Check the credentials, the bucket and, for s3:// and its "
-            "like, that their fsspec package (s3fs, gcsfs) is installed."
+            f"{url} cannot be written and read ({error}). Check the credentials, the bucket and the fsspec package."
         ) from error
     if came_back != content:
         raise RuntimeError(f"{url} gives back other bytes than were written; use another place.")
     if args.push_to_hub:
-        _check_hub(args, content)
-
-
-def _check_hub(args: DFlashTrainingArguments, content: bytes) -> None:
-    api, name = HfApi(token=args.hub_token), args.hub_model_id or Path(str(args.output_dir)).name
-    try:
+        api, name = HfApi(token=args.hub_token), args.hub_model_id or Path(str(args.output_dir)).name
         repo = api.create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
         api.upload_file(path_or_fileobj=content, path_in_repo="preflight-upload", repo_id=repo)
         api.delete_file("preflight-upload", repo_id=repo)
-    except OSError as error:  # the Hub's errors are of this kind
-        raise RuntimeError(
-            f"The Hub repository {name} cannot be written ({error}). Log in with `hf auth login` or set HF_TOKEN to "
-            "a token that may write, and check hub_model_id."
-        ) from error
-
-
-# --- The drafter's weights compared over the ranks of a run, which data parallel training keeps equal to the last bit.
 
 
 class RanksDifferError(RuntimeError):
-    """The ranks of a run train different drafters."""
+    """The ranks of a run train different drafters, which data parallel training keeps equal to the last bit."""
 
 
 def check_ranks(every_steps: int, world_size: int) -> None:
-    """Refuse a comparison of ranks that compares nothing.
-
-    Raises:
-        ValueError: There is one rank, or no step.
-    """
-    if every_steps < 1:
-        raise ValueError(f"compare_ranks_steps is {every_steps}; expected 1 or more steps.")
+    """Refuse, with a ValueError, a comparison of ranks where there is one rank."""
     if world_size < 2:
         raise ValueError(
             f"compare_ranks_steps is {every_steps}, but this run is a single process, whose weights have nothing to "
-            "be compared with. Leave it out, or start several ranks: accelerate launch --config_file "
-            "recipes/accelerate/two_pairs.yaml."
+            "be compared with. Leave it out, or start several ranks (--config_file recipes/accelerate/two_pairs.yaml)."
         )
 
 
 def rank_differences(model: nn.Module) -> dict[str, float]:
     """Largest absolute difference of each trainable parameter from rank 0's, over all ranks and the same on each.
 
-    Every rank calls this at the same point. It takes the memory of a few copies of the largest parameter, and waits
-    for the device once.
-
-    Args:
-        model: The drafter, on every rank the same one.
-
-    Returns:
-        For each name of a trainable parameter, 0 where all ranks hold the same values (a NaN is equal to a NaN).
+    Every rank calls this at the same point. A NaN is equal to a NaN. It takes the memory of a few copies of the
+    largest parameter, and waits for the device once.
     """
     named = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     largest = []
@@ -546,15 +455,8 @@ class RanksCallback(TrainerCallback):
 
     After each comparison `ranks.json` in `folder` holds the `steps` compared since this start, the
     `largest_difference` in each and the `world_size`.
-
-    Args:
-        folder: Where to write.
-        every_steps: The ranks are compared after every so many steps.
-        pause: Called after a comparison, which is no part of a step that is timed.
-
-    Raises:
-        ValueError: At the start of training, where there is nothing to compare.
-        RanksDifferError: On every rank, after a step whose weights differ.
+    `pause` is called after a comparison, which is no part of a step that is timed. [`RanksDifferError`] comes on every
+    rank, after a step whose weights differ; at the start of training a ValueError, where there is one rank.
     """
 
     def __init__(self, folder: str | Path, every_steps: int, pause: Callable[[], None] = lambda: None):
@@ -587,9 +489,7 @@ class RanksCallback(TrainerCallback):
             different = sum(value > 0 for value in differences.values())
             raise RanksDifferError(
                 f"After step {state.global_step} the ranks hold different weights: {name} differs by up to "
-                f"{differences[name]:g}, {different} of {len(differences)} trainable parameters differ. What went "
-                "from GPU to GPU arrived changed, or something else than the optimizer changed them. Set "
-                "NCCL_P2P_DISABLE=1, try --preflight true, and go on from a checkpoint of a step before the first "
-                "difference."
+                f"{differences[name]:g}, {different} of {len(differences)} trainable parameters differ. Set "
+                "NCCL_P2P_DISABLE=1, try --preflight true, and go on from a checkpoint before the first difference."
             )
         self.pause()

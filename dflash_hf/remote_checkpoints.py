@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +50,8 @@ def upload_checkpoint(
 ) -> None:
     """Copy a complete checkpoint to `<address>/<its name>`, its manifest with hashes last.
 
-    Args:
-        folder: The local checkpoint, complete.
-        address: Of the folder of checkpoints.
-        keep_on: Asked before each file; False gives up.
-        progress: Told of every part that has gone.
-
-    Raises:
-        Exception: Whatever the file system raises; then no manifest is there.
+    `keep_on` is asked before each file, and False gives up; `progress` is told of every part that has gone. Whatever
+    the file system raises, no manifest is there then.
     """
     system, root = fsspec.core.url_to_fs(f"{address.rstrip('/')}/{folder.name}")
     manifest = make_manifest(folder, with_hashes=True)
@@ -87,18 +82,10 @@ def remote_steps(address: str) -> list[int]:
 
 
 def fetch_checkpoint(address: str, output_dir: str | Path) -> Path:
-    """Copy a checkpoint from an address into a folder, checked by its hashes.
+    """Copy a checkpoint from an address into `output_dir`, unless it is there already, and check it by its hashes.
 
-    Args:
-        address: Of one checkpoint-N, or of a folder of them, of which the newest complete one is taken.
-        output_dir: Where `checkpoint-N` is put, unless the same one is there already.
-
-    Returns:
-        The local checkpoint.
-
-    Raises:
-        ValueError: There is none, or it is incomplete.
-        OSError: The store does not answer.
+    The address is that of one checkpoint-N, or of a folder of them, of which the newest complete one is taken. Where
+    there is none, or half a one, a ValueError says so; an OSError, that the store does not answer.
     """
     address = address.rstrip("/")
     try:
@@ -155,8 +142,8 @@ def _fetch(address: str, output_dir: Path) -> Path:
 class RemoteCheckpointCallback(TrainerCallback):
     """Copies each finished checkpoint to `<address>/checkpoint-N` in the background.
 
-    A copy that fails is tried again, waiting longer each time, until it arrives or a newer checkpoint is there, which
-    is then copied in its place. Training never waits for a copy before its end.
+    A copy that fails is tried again until it arrives or a newer checkpoint is there, which is then copied in its
+    place. Training never waits for a copy before its end.
 
     Args:
         address (`str`): Such as `s3://bucket/run`; without credentials.
@@ -189,9 +176,8 @@ class RemoteCheckpointCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if args.process_index == 0:
             self.arrived, self.missing, self._is_ending = [], None, False
-            self._thread = threading.Thread(
-                target=self._work, args=(state.global_step,), name="remote-checkpoints", daemon=True
-            )
+            work = partial(self._work, state.global_step)
+            self._thread = threading.Thread(target=work, name="remote-checkpoints", daemon=True)
             self._thread.start()
 
     def on_save(self, args, state, control, **kwargs):
@@ -209,9 +195,7 @@ class RemoteCheckpointCallback(TrainerCallback):
             skipped, self._waiting = self._waiting, snapshot
             self._changed.notify_all()
         if skipped is not None:
-            logger.warning(
-                f"{skipped.name} is not copied to {self.address}: a newer one was finished before its turn."
-            )
+            logger.warning(f"{skipped.name} is not copied to {self.address}: a newer one was finished first.")
             remove(skipped.parent)
 
     def close(self) -> None:
@@ -239,7 +223,7 @@ class RemoteCheckpointCallback(TrainerCallback):
         if self.missing is not None:
             raise RemoteCheckpointError(
                 f"Training is done, but {self.missing} never arrived at {self.address}; it is in output_dir. Copy it "
-                "with dflash_hf.remote_checkpoints.upload_checkpoint(folder, address) once the store answers again."
+                "with dflash_hf.remote_checkpoints.upload_checkpoint(folder, address)."
             )
 
     def _work(self, first_step: int) -> None:

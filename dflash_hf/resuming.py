@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import SaveStrategy
-from transformers.utils import logging
+from transformers.utils import CONFIG_NAME, logging
 
 from .callbacks import tell_of_grace
 from .chats import check_address, describe, is_remote, without_credentials
@@ -39,10 +39,11 @@ from .checkpointing import (
     manifest_problems,
     step_of,
 )
+from .configuration_dflash import DFlashDraftConfig
 from .documents import manifest_hashes
 from .packing import PackedDataset
 from .remote_checkpoints import fetch_checkpoint, remote_steps
-from .training_args import CHANGES, LEARNING_ARGUMENTS
+from .training_args import CHANGES, LEARNING_ARGUMENTS, DFlashTrainingArguments
 from .writing import remove
 
 
@@ -68,9 +69,6 @@ CONFIG_FIELDS_OF_SAVING = (
 )
 # What arguments give an optimizer's groups, and no optimizer changes by itself.
 SETTINGS = ("initial_lr", "weight_decay", "betas", "eps", "momentum")
-
-
-# --- The record: what a run is made of.
 
 
 def _digest(*parts: bytes) -> str:
@@ -115,11 +113,7 @@ def target_identity(model: PreTrainedModel) -> dict[str, Any]:
         parts += [f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode(), *ends]
     # A configuration made in memory has neither id nor revision.
     origin = vars(model.config)
-    return {
-        "id": origin.get("_name_or_path"),
-        "revision": origin.get("_commit_hash"),
-        "digest": _digest(*parts),
-    }
+    return {"id": origin.get("_name_or_path"), "revision": origin.get("_commit_hash"), "digest": _digest(*parts)}
 
 
 def git_commit(folder: Path) -> str | None:
@@ -131,17 +125,29 @@ def git_commit(folder: Path) -> str | None:
         return None
 
 
-def run_record(trainer: Any) -> dict[str, Any]:
-    """What decides the course of a [`DFlashTrainer`]'s run, as JSON without any secret."""
-    args, rows = trainer.args, trainer.train_dataset
+def _drafter_fields(config: DFlashDraftConfig) -> dict[str, Any]:
+    """What of a drafter's configuration makes it another drafter, as JSON values."""
+    fields = {k: v for k, v in config.to_dict().items() if k not in CONFIG_FIELDS_OF_SAVING}
+    return json.loads(json.dumps(fields, default=str))
+
+
+def run_record(
+    args: DFlashTrainingArguments,
+    drafter_config: DFlashDraftConfig,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    rows: Any,
+    recipe: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """What decides the course of a run, as JSON without any secret; `rows` are what it trains on."""
     per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    drafter, arguments = trainer._drafter_config.to_dict(), args.to_dict()
+    arguments = args.to_dict()
     record = {
         "format": FORMAT,
-        "recipe": trainer.recipe,
-        "drafter": {k: v for k, v in drafter.items() if k not in CONFIG_FIELDS_OF_SAVING},
-        "target": target_identity(trainer.target.model),
-        "tokenizer": tokenizer_digest(trainer._tokenizer),
+        "recipe": recipe,
+        "drafter": _drafter_fields(drafter_config),
+        "target": target_identity(target),
+        "tokenizer": tokenizer_digest(tokenizer),
         "data": None,
         "rows": {"rows_per_step": per_step, **{name: arguments[name] for name in ROW_ARGUMENTS}},
         "ranks": args.world_size,
@@ -162,25 +168,22 @@ def write_record(record: dict[str, Any], folder: Path) -> None:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """The record of a checkpoint.
-
-    Raises:
-        ValueError: It cannot be read, or is of another format.
-    """
+    """The record of a checkpoint; a ValueError says that it cannot be read, or is of another format."""
     try:
         record = json.loads((folder / RECORD_NAME).read_text(encoding="utf-8"))
     except ValueError:
         record = None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise ValueError(
-            f"{folder / RECORD_NAME} is no record of format {FORMAT}, so the run of the checkpoint is unknown. Take "
-            "another checkpoint; or delete this file and the checkpoint's manifest, which lists it, and name the "
-            "checkpoint to resume it without the comparison."
+            f"{folder / RECORD_NAME} is no record of format {FORMAT}. Take another checkpoint; or delete this file "
+            "and the checkpoint's manifest, which lists it, and name the checkpoint to resume it uncompared."
         )
     return record
 
 
-# --- Two records compared: which run a checkpoint is of.
+def is_evaluation_due(folder: Path | None) -> bool:
+    """Whether an interrupt left out the evaluation of a checkpoint."""
+    return folder is not None and (folder / RECORD_NAME).exists() and bool(read_record(folder).get(EVALUATION_DUE))
 
 
 def _differences(saved: dict[str, Any], own: dict[str, Any], names: Iterable[str]) -> list[str]:
@@ -189,28 +192,29 @@ def _differences(saved: dict[str, Any], own: dict[str, Any], names: Iterable[str
 
 def _changes(saved: dict[str, Any], own: dict[str, Any]) -> dict[str, str]:
     """What of `CHANGES` differs between two records, and how; what one of them does not know is taken for equal."""
-    changes = {}
-    for kind in CHANGES:
-        there, here = saved[kind], own[kind]
-        if there == here or there is None or here is None:
-            continue
-        if kind == "rows":
-            changes[kind] = ", ".join(_differences(there, here, here))
-        elif kind == "tokenizer":
-            changes[kind] = "another vocabulary, other rules or another chat template"
-        elif kind == "target" and there["digest"] != here["digest"]:
-            names = [f"{model['id']} (revision {model['revision']})" for model in (there, here)]
-            changes[kind] = f"{names[0]} there and {names[1]} here: other weights or another dtype"
-        elif kind == "data" and there["digest"] != here["digest"]:
-            changes[kind] = (
-                f"{there['documents']} documents in {there['rows']} rows there and {here['documents']} in "
-                f"{here['rows']} here, or other tokens in them"
-            )
-        # Only some tokens of a large data set are hashed, and the manifest knows of them all.
-        elif kind == "data" and there.get("manifests", here["manifests"]) != here["manifests"]:
-            names = [", ".join(h[:12] for h in data["manifests"]) or "none" for data in (there, here)]
-            changes[kind] = f"documents of another manifest, {names[0]} there and {names[1]} here"
+    known = {kind: (saved[kind], own[kind]) for kind in CHANGES if saved[kind] is not None and own[kind] is not None}
+    changes = {kind: _change(kind, there, here) for kind, (there, here) in known.items() if there != here}
     return {kind: change for kind, change in changes.items() if change}
+
+
+def _change(kind: str, there: Any, here: Any) -> str:
+    """How two entries of records differ, empty where they tell of the same."""
+    if kind == "rows":
+        return ", ".join(_differences(there, here, here))
+    if kind == "tokenizer":
+        return "another vocabulary, other rules or another chat template"
+    same = there["digest"] == here["digest"]
+    if kind == "target":
+        names = [f"{model['id']} (revision {model['revision']})" for model in (there, here)]
+        return "" if same else f"{names[0]} there and {names[1]} here: other weights or another dtype"
+    if not same:
+        told = f"{there['documents']} documents in {there['rows']} rows there and {here['documents']} in "
+        return f"{told}{here['rows']} here, or other tokens in them"
+    # Only some tokens of a large data set are hashed, and the manifest knows of them all.
+    if there.get("manifests", here["manifests"]) == here["manifests"]:
+        return ""
+    names = [", ".join(h[:12] for h in data["manifests"]) or "none" for data in (there, here)]
+    return f"documents of another manifest, {names[0]} there and {names[1]} here"
 
 
 def _learning_differences(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:
@@ -233,20 +237,15 @@ def is_same_run(folder: Path, own: dict[str, Any]) -> bool:
     return not _changes(saved, own) and not _learning_differences(saved, own)
 
 
-def check_record(folder: Path, own: dict[str, Any], allowed: list[str], has_random_layers: bool) -> None:
-    """Refuse to resume a checkpoint of a run that this one would not continue; warn of what else has changed.
+def check_record(folder: Path, own: dict[str, Any], allowed: list[str]) -> None:
+    """Refuse to resume a checkpoint of a run that the one with a record would not continue, naming every difference.
 
-    Args:
-        folder: The checkpoint.
-        own: The record of this run.
-        allowed: Which of "target", "tokenizer", "data" and "rows" may differ.
-        has_random_layers: Whether the drafter draws random numbers on each rank (dropout).
-
-    Raises:
-        ValueError: Naming every difference.
+    What of `CHANGES` is allowed to differ, and what else has changed, is warned of.
     """
     if not (folder / RECORD_NAME).exists():
         logger.warning(f"{folder} has no {RECORD_NAME}: whether it is of this target, tokenizer and data is unknown.")
+        if (folder / CONFIG_NAME).exists():
+            _check_drafter(folder, _drafter_fields(DFlashDraftConfig.from_pretrained(folder)), own["drafter"])
         return
     saved = read_record(folder)
     _check_drafter(folder, saved["drafter"], own["drafter"])
@@ -260,7 +259,7 @@ def check_record(folder: Path, own: dict[str, Any], allowed: list[str], has_rand
         )
     ranks = f"{saved['ranks']} ranks there and {own['ranks']} here"
     splits = _differences(saved["arguments"], own["arguments"], SPLIT_ARGUMENTS)
-    if saved["ranks"] != own["ranks"] and has_random_layers and "rows" not in allowed:
+    if saved["ranks"] != own["ranks"] and own["drafter"]["attention_dropout"] and "rows" not in allowed:
         refused.append(f"rows: {ranks}, and dropout draws per rank")
     elif saved["ranks"] != own["ranks"]:
         notes.append(f"{ranks}: the same but for rounding")
@@ -268,8 +267,7 @@ def check_record(folder: Path, own: dict[str, Any], allowed: list[str], has_rand
         notes.append(f"{', '.join(splits)}: the same but for rounding")
     if refused:
         raise ValueError(
-            f"The checkpoint {folder} is of another run, which this one would not continue:\n  "
-            + "\n  ".join(refused)
+            "\n  ".join([f"The checkpoint {folder} is of another run, which this one would not continue:", *refused])
             + f"\nResume with what it was made with, or name what may differ in allow_resume_changes ({CHANGES})."
         )
     notes += _learning_differences(saved, own) + _differences(saved["versions"], own["versions"], own["versions"])
@@ -286,24 +284,14 @@ def _check_drafter(folder: Path, saved: dict[str, Any], own: dict[str, Any]) -> 
         )
 
 
-# --- Before the first step: room on the disk, and the checkpoint to go on from.
-
-
-def prepare_output(trainer: Any) -> None:
-    """Tidy up what a kill left in the output folder, and check that a checkpoint fits on its disk.
-
-    Args:
-        trainer: The [`DFlashTrainer`] that is about to train, which holds its output folder alone.
-
-    Raises:
-        DiskSpaceError: No checkpoint would fit.
-    """
-    args, folder = trainer.args, Path(trainer.args.output_dir)
+def prepare_output(args: DFlashTrainingArguments, model: torch.nn.Module) -> None:
+    """Tidy up what a kill left in the output folder, and raise [`DiskSpaceError`] where no checkpoint would fit."""
+    folder = Path(str(args.output_dir))
     clean_up(folder)
     for prefix in (SNAPSHOT_PREFIX, STAGING_PREFIX):
         for left in folder.glob(f"{prefix}*"):
             remove(left)
-    num_bytes = checkpoint_bytes(trainer.model, None, args.save_only_model)
+    num_bytes = checkpoint_bytes(model, None, args.save_only_model)
     if args.save_strategy != SaveStrategy.NO:
         check_disk_space(folder, num_bytes)
     # An interrupted run writes one whatever its strategy.
@@ -314,40 +302,32 @@ def prepare_output(trainer: Any) -> None:
         )
 
 
-def resume_folder(trainer: Any, resume: str | Path | bool | None) -> Path | None:
-    """The checkpoint to go on from, complete and of the same run.
+def resume_folder(
+    args: DFlashTrainingArguments, record: dict[str, Any], resume: str | Path | bool | None
+) -> Path | None:
+    """The checkpoint to go on from, complete and of the run that the record is of; None to start anew.
 
-    Args:
-        trainer: The [`DFlashTrainer`] that is about to train.
-        resume: A checkpoint or a folder of them, an fsspec address of either, or True for the newest complete one of
-            `output_dir` and `remote_checkpoint_dir`; None for what the arguments say.
-
-    Returns:
-        Its folder, or None to start anew.
-
-    Raises:
-        ValueError: There is none, it is incomplete, or it is of another run.
+    `resume` is a checkpoint or a folder of them, an fsspec address of either, or True for the newest complete one of
+    `output_dir` and `remote_checkpoint_dir`; None for what the arguments say. A ValueError says that there is none,
+    that it is incomplete, or that it is of another run.
     """
-    args = trainer.args
+    output_dir = str(args.output_dir)
     resume = args.resume_from_checkpoint if resume is None else resume
     # On the command line both are words.
     resume = {"true": True, "false": False}.get(str(resume).lower(), resume)
     if resume is None or resume is False:
-        _tell_of_others(trainer, None)
+        _tell_of_others(output_dir, record, None)
         return None
     if resume is True:
-        folder = _newest(args.output_dir, args.remote_checkpoint_dir)
+        folder = _newest(output_dir, args.remote_checkpoint_dir)
     elif is_remote(resume):
         check_address(str(resume))
-        folder = fetch_checkpoint(str(resume), args.output_dir)
+        folder = fetch_checkpoint(str(resume), output_dir)
     else:
-        folder = Path(resume)
-        if step_of(folder) is None and folder.is_dir():
-            folder = last_complete_checkpoint(folder) or folder
-    _check_complete(folder)
-    has_dropout = bool(trainer._drafter_config.attention_dropout)
-    check_record(folder, trainer.run_record, args.allow_resume_changes or [], has_dropout)
-    _tell_of_others(trainer, step_of(folder) or 0)
+        folder = _given(Path(resume))
+    _check_states(folder)
+    check_record(folder, record, args.allow_resume_changes or [])
+    _tell_of_others(output_dir, record, step_of(folder) or 0)
     return folder
 
 
@@ -375,13 +355,16 @@ def _newest(output_dir: str, remote: str | None) -> Path:
     return folder
 
 
-def _check_complete(folder: Path) -> None:
-    """Refuse a checkpoint with missing or changed files; Trainer starts parts anew that are missing, in silence."""
+def _given(folder: Path) -> Path:
+    """A checkpoint that was named, or the newest complete one of a folder of them."""
     if not folder.is_dir():
         raise ValueError(
             f"resume_from_checkpoint={str(folder)!r} is no folder. Give a checkpoint-N of an earlier run, or True for "
             "the newest complete one of output_dir."
         )
+    newest = last_complete_checkpoint(folder) if step_of(folder) is None else None
+    if newest is not None:
+        return newest
     problems = manifest_problems(folder)
     if problems and (folder / MANIFEST_NAME).exists():
         raise ValueError(
@@ -390,27 +373,28 @@ def _check_complete(folder: Path) -> None:
         )
     if problems:
         logger.warning(f"{folder} has no {MANIFEST_NAME}; whether it is complete is unknown.")
+    return folder
+
+
+def _check_states(folder: Path) -> None:
+    """Refuse a checkpoint without the run's states, which Trainer would start anew in silence."""
     missing = [n for n in (TRAINER_STATE_NAME, OPTIMIZER_NAME, SCHEDULER_NAME) if not (folder / n).exists()]
-    # Sharded optimizers are folders of their own.
-    if OPTIMIZER_NAME in missing and [path for path in folder.iterdir() if path.is_dir()]:
-        missing = [name for name in missing if name == TRAINER_STATE_NAME]
     if missing:
         raise ValueError(
-            f"The checkpoint {folder} has no {', '.join(missing)} (save_only_model leaves them out), so the run "
-            "cannot go on from it. Take another one, or start a new run from its drafter (model=FOLDER, without "
-            "resume_from_checkpoint)."
+            f"The checkpoint {folder} has no {', '.join(missing)} (save_only_model leaves them out). Take another "
+            "one, or start a new run from its drafter (model=FOLDER, without resume_from_checkpoint)."
         )
 
 
-def _tell_of_others(trainer: Any, step: int | None) -> None:
+def _tell_of_others(output_dir: str, record: dict[str, Any], step: int | None) -> None:
     """Warn of checkpoints beyond the step of the one resumed, None for a run that starts anew.
 
     Those of another run would be taken by the next resume_from_checkpoint=True; those of the same run are written over
     where whoever starts the same command again after an interrupt may expect it to go on.
     """
-    output_dir, begin = trainer.args.output_dir, step or 0
+    begin = step or 0
     beyond = [path for there, path in checkpoints_in(output_dir).items() if there > begin]
-    others = [path.name for path in beyond if not is_same_run(path, trainer.run_record)]
+    others = [path.name for path in beyond if not is_same_run(path, record)]
     own = [path.name for path in beyond if path.name not in others]
     if others:
         logger.warning(
@@ -420,82 +404,44 @@ def _tell_of_others(trainer: Any, step: int | None) -> None:
     if own and step is None:
         logger.warning(
             f"This run starts anew and will write over the checkpoints of the same run in {output_dir}, up to "
-            f"{own[-1]}. To go on from there, give resume_from_checkpoint=True (to recipes "
-            "--resume_from_checkpoint true)."
+            f"{own[-1]}. To go on from there, give resume_from_checkpoint=True."
         )
 
 
-# --- What a resumed run does beyond loading states.
-
-
 @contextmanager
-def own_settings(trainer: Any, checkpoint: str | None) -> Iterator[None]:
-    """Around the loading of a checkpoint's optimizer and schedule, after which this run's own arguments act.
+def own_settings(optimizer: Any, scheduler: Any, state: TrainerState, checkpoint: str | None) -> Iterator[None]:
+    """Around the loading of a checkpoint's optimizer and schedule, after which a run's own arguments act.
 
     The loaded states hold learning rate, weight decay and the like of the run that saved them, which would rule in
-    silence.
-
-    Args:
-        trainer: The [`DFlashTrainer`] that loads.
-        checkpoint: The checkpoint's folder, or None.
-
-    Raises:
-        ValueError: The checkpoint is of a later step than the run's last one.
+    silence. `state` is the run's own. A checkpoint beyond its last step is refused.
     """
     if checkpoint is None:
         yield
         return
-    state = json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text())
-    step, num_steps = state["global_step"], trainer.state.max_steps
+    saved, num_steps = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME))), state.max_steps
+    step = saved.global_step
     if step > num_steps:
         raise ValueError(
-            f"The checkpoint {checkpoint} is of step {step}, and the run ends with step {num_steps}: there is nothing "
-            "to train. Raise max_steps or num_train_epochs, or resume from an earlier checkpoint."
+            f"The checkpoint {checkpoint} is of step {step}, and the run ends with step {num_steps}. Raise max_steps "
+            "or num_train_epochs, or resume from an earlier checkpoint."
         )
-    if trainer.is_deepspeed_enabled:
-        yield
-        return
-    optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
     settings = [{k: group[k] for k in SETTINGS if k in group} for group in optimizer.param_groups]
     rates = list(scheduler.base_lrs) if type(scheduler) is LambdaLR else None
     yield
     before = float(optimizer.param_groups[0]["lr"])
-    _put_back(optimizer, scheduler, settings, rates)
-    now = float(optimizer.param_groups[0]["lr"])
-    is_other = state["max_steps"] != num_steps or not math.isclose(before, now, rel_tol=1e-9)
-    if is_other and trainer.is_world_process_zero():
-        logger.warning(
-            f"The schedule is not that of {checkpoint}: {state['max_steps']} steps there and {num_steps} here; after "
-            f"step {step} the learning rate goes on from {now:.4g} instead of {before:.4g}."
-        )
-
-
-def _put_back(
-    optimizer: torch.optim.Optimizer, scheduler: Any, settings: list[dict[str, Any]], rates: list[Any] | None
-) -> None:
-    """Let the settings of each parameter group, and the schedule's rates where it scales them, act from here on."""
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
     if rates is not None:
+        # Schedules of this kind scale the rates of the arguments.
         scheduler.base_lrs = rates
         factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
         scheduler._last_lr = [rate * factor for rate, factor in zip(rates, factors, strict=True)]
         for group, rate in zip(optimizer.param_groups, scheduler._last_lr, strict=True):
             group["lr"] = rate
-
-
-class DueEvaluation(TrainerCallback):
-    """Makes up for the evaluation that an interrupt left out, so that the best checkpoint is chosen among the same."""
-
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
-        self.folder: Path | None = None
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        folder, self.folder = self.folder, None
-        if folder is None or not (folder / RECORD_NAME).exists() or not read_record(folder).get(EVALUATION_DUE):
-            return
-        # The parent's own two halves of an evaluation in training; together they are part of its step.
-        metrics = self.trainer._evaluate(None, None)
-        if self.trainer._determine_best_metric(metrics, None):
-            state.best_model_checkpoint = str(folder)
+    now = float(optimizer.param_groups[0]["lr"])
+    is_other = saved.max_steps != num_steps or not math.isclose(before, now, rel_tol=1e-9)
+    if is_other and state.is_world_process_zero:
+        logger.warning(
+            f"The schedule is not that of {checkpoint}: {saved.max_steps} steps there and {num_steps} here; after "
+            f"step {step} the learning rate goes on from {now:.4g} instead of {before:.4g}."
+        )

@@ -48,7 +48,7 @@ from .publishing import push_checkpoint, push_run, write_card
 from .remote_checkpoints import RemoteCheckpointCallback
 from .resuming import (
     EVALUATION_DUE,
-    DueEvaluation,
+    is_evaluation_due,
     own_settings,
     prepare_output,
     resume_folder,
@@ -119,6 +119,21 @@ class SetEpoch(TrainerCallback):
         self.sampler.set_epoch(int((state.epoch or 0) + 1e-6))
 
 
+class DueEvaluation(TrainerCallback):
+    """Makes up for the evaluation that an interrupt left out, so that the best checkpoint is chosen among the same."""
+
+    def __init__(self, trainer: "DFlashTrainer"):
+        self.trainer = trainer
+        self.folder: Path | None = None  # the checkpoint that the run goes on from
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if is_evaluation_due(self.folder):
+            # The parent's own two halves of an evaluation in training; together they are part of its step.
+            metrics = self.trainer._evaluate(None, None)
+            if self.trainer._determine_best_metric(metrics, None):
+                state.best_model_checkpoint = str(self.folder)
+
+
 def documents_reader(
     args: DFlashTrainingArguments, target: str, tokenizer: PreTrainedTokenizerBase
 ) -> Callable[..., Dataset]:
@@ -136,17 +151,26 @@ def documents_reader(
     )
 
 
+def row_anchors(rows: PackedDataset, args: DFlashTrainingArguments) -> tuple[float, int]:
+    """Mean anchors of a row, and those that all rows are padded to where kernels are compiled: the largest row's."""
+    cap = args.max_anchors_per_row or max(1, rows.row_length // 4)
+    draws = np.minimum(num_valid_anchors(rows.documents), args.num_anchors)
+    mean = min(float(draws.sum()), cap * len(rows)) / len(rows)
+    return mean, _padded(min(cap, rows.largest_row_sum(draws)))
+
+
+def _padded(anchors: int) -> int:
+    return -(-anchors // ANCHOR_BUCKET) * ANCHOR_BUCKET
+
+
 def make_collator(rows: PackedDataset | None, args: DFlashTrainingArguments, block_size: int) -> DataCollatorForDFlash:
     """The collator of packed rows; where kernels are compiled, all batches have one shape."""
     row_length = args.row_length if rows is None else rows.row_length
     cap = args.max_anchors_per_row or max(1, row_length // 4)
     collator = DataCollatorForDFlash(block_size, args.num_anchors, _data_seed(args), cap)
     if args.device.type != "cpu":
-        if rows is not None:
-            draws = np.minimum(num_valid_anchors(rows.documents), args.num_anchors)
-            cap = min(cap, rows.largest_row_sum(draws))
         collator.row_length = row_length
-        collator.pad_anchors_to_multiple_of = -(-cap // ANCHOR_BUCKET) * ANCHOR_BUCKET
+        collator.pad_anchors_to_multiple_of = _padded(cap) if rows is None else row_anchors(rows, args)[1]
     return collator
 
 
@@ -181,7 +205,7 @@ class DFlashTrainer(Trainer):
         target_model (`str`, `PreTrainedModel` or `FrozenTarget`):
             The target, by Hub id, folder or loaded. It is frozen and belongs to no checkpoint.
         args (`DFlashTrainingArguments`, *optional*):
-            Arguments.
+            What to train with.
         data_collator (*optional*):
             Makes batches of packed rows; a [`DataCollatorForDFlash`] by default.
         train_dataset, eval_dataset (`datasets.Dataset`, `list[dict]` or `PackedDataset`, *optional*):
@@ -203,9 +227,10 @@ class DFlashTrainer(Trainer):
 
     args: DFlashTrainingArguments
     objective: Objective
-    # The parent's annotations allow for None, which neither is.
+    # The parent's annotations allow for None, which none of these is.
     model: Any
     optimizer: Any
+    _drafter_config: Any
     # The loss is normalised over the whole optimizer step before it reaches the parent.
     loss_is_scaled_for_ga = True
 
@@ -255,14 +280,13 @@ class DFlashTrainer(Trainer):
         if not isinstance(args, DFlashTrainingArguments):
             raise ValueError(f"args is a {type(args).__name__}; DFlashTrainer needs DFlashTrainingArguments.")
         drafter: Any = DFlashDraftModel.from_pretrained(model) if isinstance(model, str | Path) else model
-        config: Any = drafter.config
+        config = self._drafter_config = drafter.config
         if not isinstance(config, DFlashDraftConfig):
             raise ValueError(
                 f"model is a {type(drafter).__name__}; DFlashTrainer trains a DFlashDraftModel, and the target goes "
-                "into target_model. Swap them, or make a drafter with DFlashDraftConfig.from_target_config."
+                "into target_model."
             )
         check_trainer_options(others, args)
-        self._drafter_config: Any = config
         self.objective = objective_of(args, config.block_size)
         check_part(drafter, peft_config, args.trainable_modules)
         self.target = self._frozen_target(target_model)
@@ -273,28 +297,24 @@ class DFlashTrainer(Trainer):
         self._prepare_drafter(drafter, keep_dtype=is_frozen and (args.bf16 or args.fp16))
         return make_trainable(drafter, peft_config, args.trainable_modules, args.seed)
 
-    def _frozen_target(self, target_model: Any) -> FrozenTarget:
+    def _frozen_target(self, target_model: "str | Path | PreTrainedModel | FrozenTarget") -> FrozenTarget:
         """The target that the trainer was given, loaded and placed."""
         args, final_states = self.args, compares_distributions(self.args.objective)
+        init_kwargs: Any = args.target_model_init_kwargs or {}  # a JSON string became a dict in TrainingArguments
         if isinstance(target_model, FrozenTarget):
             if final_states and not target_model.final_states:
                 raise ValueError(
-                    f"objective={args.objective!r} compares with the target's distribution, but the FrozenTarget "
-                    "stops after its last tap. Make it with final_states=True."
+                    f"objective={args.objective!r} compares with the target's distribution: make the FrozenTarget "
+                    "with final_states=True."
                 )
-            if args.target_model_init_kwargs:
+            if init_kwargs:
                 raise ValueError(
-                    f"target_model_init_kwargs={args.target_model_init_kwargs} has no effect on a FrozenTarget, which "
-                    "is loaded already. Pass them to FrozenTarget."
+                    f"target_model_init_kwargs={init_kwargs} has no effect on a FrozenTarget, which is loaded already."
                 )
             return target_model
         if not isinstance(target_model, str | Path | PreTrainedModel):
-            raise ValueError(
-                f"target_model is a {type(target_model).__name__}; give a Hub id, a folder, a loaded causal language "
-                "model or a FrozenTarget."
-            )
+            raise ValueError(f"target_model is a {type(target_model).__name__}; give a Hub id, a folder or a model.")
         device, spread = place_target(args)
-        init_kwargs: Any = args.target_model_init_kwargs or {}  # a JSON string became a dict in TrainingArguments
         if isinstance(target_model, str | Path):
             init_kwargs = {**spread, **init_kwargs}
         return FrozenTarget(
@@ -316,8 +336,8 @@ class DFlashTrainer(Trainer):
             drafter.float()
         if args.cpu_for_want_of_gpu and args.process_index == 0:
             logger.warning_once(
-                "torch finds no GPU, so target and drafter run on the CPU. If there is one, this says why: python -c "
-                "'import torch; torch.zeros(1).cuda()'. If the CPU is meant, set use_cpu=True."
+                "torch finds no GPU, so target and drafter run on the CPU. If the CPU is meant, set use_cpu=True; if "
+                "not, this says what is wrong: python -c 'import torch; torch.zeros(1).cuda()'."
             )
         implementation = args.drafter_attn_implementation or ("flex_attention" if on_gpu else "sdpa")
         if implementation == "flex_attention" and args.device.type == "cpu":
@@ -336,14 +356,13 @@ class DFlashTrainer(Trainer):
         self._guard = StepGuard(drafter, args.max_nonfinite_steps, scaled=self.accelerator.scaler is not None)
         self._interrupts = Interrupts(args.world_size)
         self._due_evaluation = DueEvaluation(self)
-        callbacks: list[TrainerCallback] = [
+        remote = args.remote_checkpoint_dir
+        for callback in (
             PairCallback(self.throughput, lambda: self.model_wrapped),
             TrainingFacts(self),
             *(self._guard, self._interrupts, self._due_evaluation),
-        ]
-        if args.remote_checkpoint_dir is not None:
-            callbacks.append(RemoteCheckpointCallback(args.remote_checkpoint_dir))
-        for callback in callbacks:
+            *([] if remote is None else [RemoteCheckpointCallback(remote)]),
+        ):
             self.add_callback(callback)
         ddp = self.accelerator.ddp_handler
         if ddp is not None:
@@ -371,32 +390,29 @@ class DFlashTrainer(Trainer):
         if not isinstance(data, Dataset | list | tuple):
             raise ValueError(
                 f"The data is a {type(data).__name__}; give a datasets.Dataset (one split), a list of documents or a "
-                "PackedDataset: rows are packed from known lengths."
+                "PackedDataset."
             )
         if len(data) == 0:
             raise ValueError("The data has no documents; expected at least one. Check the file and its filters.")
         rows = [data.column_names] if isinstance(data, Dataset) else data
-        if "messages" in rows[0]:
-            if self._tokenizer is None:
-                raise ValueError(
-                    "The data holds chats (a `messages` column) but no tokenizer was given. Pass the target's as "
-                    "processing_class, or documents with input_ids and supervised_spans."
-                )
-            documents = tokenize_completions(
-                list(data),
-                self._tokenizer,
-                max_length=self.args.max_length or self.args.row_length,
-                enable_thinking=self.args.enable_thinking,
-                eos_token_ids=self.target.eos_token_ids,
-            )
-            return with_sources(documents, data)
-        for index, names in enumerate(rows):
-            if not {"input_ids", "supervised_spans"} <= set(names):
-                raise ValueError(
-                    f"Row {index} of the data has the columns {list(names)}; expected chats (`messages`) or documents "
-                    "(`input_ids` and `supervised_spans`, made by dflash_hf.tokenize_completions)."
-                )
-        return data
+        if "messages" not in rows[0]:
+            for index, names in enumerate(rows):
+                if not {"input_ids", "supervised_spans"} <= set(names):
+                    raise ValueError(
+                        f"Row {index} of the data has the columns {list(names)}; expected chats (`messages`) or "
+                        "documents (`input_ids` and `supervised_spans`, made by dflash_hf.tokenize_completions)."
+                    )
+            return data
+        if self._tokenizer is None:
+            raise ValueError("The data holds chats, but no tokenizer was given: pass it as processing_class.")
+        documents = tokenize_completions(
+            list(data),
+            self._tokenizer,
+            max_length=self.args.max_length or self.args.row_length,
+            enable_thinking=self.args.enable_thinking,
+            eos_token_ids=self.target.eos_token_ids,
+        )
+        return with_sources(documents, data)
 
     def get_train_dataloader(self):
         """The parent's dataloader, whose batches stay on the host until the prefetcher sends them where they go."""
@@ -474,14 +490,9 @@ class DFlashTrainer(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Run the target, then the drafter, then the loss through the frozen head.
 
-        Args:
-            model: The drafter, possibly wrapped for distributed training.
-            inputs: A batch of [`DataCollatorForDFlash`].
-            return_outputs: Whether to return the drafter's output too, and the context that it read.
-            num_items_in_batch: Normaliser of the whole optimizer step over all ranks; None for this batch's own.
-
-        Returns:
-            The loss of this micro-batch, whose sum over the optimizer step (mean over ranks) is the step's loss.
+        `inputs` is a batch of [`DataCollatorForDFlash`], `num_items_in_batch` the normaliser of the whole optimizer
+        step over all ranks; None stands for this batch's own. The losses of micro-batches add up to the step's (mean
+        over ranks). With `return_outputs` the drafter's output comes too, and the context that it read.
         """
         args, config = self.args, self._drafter_config
         if inputs["labels"].shape[-1] != config.block_size:
@@ -491,7 +502,7 @@ class DFlashTrainer(Trainer):
             )
         states = self.prefetcher.context_hidden_states(inputs)
         context_hidden_states, final_hidden_states = self.target.split(states)
-        self._guard.see(context_hidden_states, inputs["documents"], inputs["document_lengths"], model.training)
+        self._guard.see(context_hidden_states, inputs, model.training)
         dtype = self._compute_dtype()
         if model.training and args.context_noise > 0:
             noise = (inputs["document_lengths"], inputs["noise_seeds"], args.context_noise, dtype)
@@ -569,8 +580,7 @@ class DFlashTrainer(Trainer):
                     self._evaluated.add_answer(answer)
             else:
                 logger.warning_once(
-                    "The collator gives no `supervised_runs`, so no answer can be walked: the acceptance length is "
-                    "that at random anchors."
+                    "The collator gives no `supervised_runs`: the acceptance length is that at random anchors."
                 )
         return loss.detach(), None, None
 
@@ -597,7 +607,6 @@ class DFlashTrainer(Trainer):
 
     # The run and its checkpoints
 
-    @writes_alone
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         """The parent's training, which a signal ends with a checkpoint and status 75.
 
@@ -606,8 +615,7 @@ class DFlashTrainer(Trainer):
                 A checkpoint, its fsspec address (or that of a folder of them), or True for the newest complete one of
                 `output_dir` and `remote_checkpoint_dir`; by default what the arguments say. One of another drafter,
                 target, tokenizer or data set is refused.
-            *args: Further arguments of [`~transformers.Trainer.train`].
-            **kwargs: The same.
+            *args, **kwargs: Further arguments of [`~transformers.Trainer.train`].
 
         Raises:
             TrainingInterrupted: SIGTERM, SIGINT or SIGHUP came; a `SystemExit` that a script passes on.
@@ -615,22 +623,24 @@ class DFlashTrainer(Trainer):
             RemoteCheckpointError: Training is done, but its last checkpoint never arrived at the remote address.
             ValueError: The loss cannot fall, or the checkpoint cannot be resumed.
         """
-        folder = self._due_evaluation.folder = self.begin(resume_from_checkpoint)
-        # The switch is the whole process's. Were it the target's alone, its thread would change the drafter's kernels.
-        with varied_lengths(), self._ended_in_order():
-            return super().train(None if folder is None else str(folder), *args, **kwargs)
+        with writes_alone(self):
+            folder = self._due_evaluation.folder = self.begin(resume_from_checkpoint)
+            # The switch is the whole process's: were it the target's, its thread would change the drafter's kernels.
+            with varied_lengths(), self._ended_in_order():
+                return super().train(None if folder is None else str(folder), *args, **kwargs)
 
     def begin(self, resume_from_checkpoint: str | bool | None = None) -> Path | None:
-        """Check that a run can learn and be saved, note what it is made of, and find the checkpoint it goes on from.
+        """What [`train`] does before its first step: check that a run can learn and be saved, and make its record.
 
-        Takes and raises what [`train`] does before its first step. The folder is the same on every rank; None for a
-        run that starts.
+        Returns the checkpoint that it goes on from, on every rank the same; None for a run that starts.
         """
-        groups = [{"lr": self.args.learning_rate}] if self.optimizer is None else self.optimizer.param_groups
-        check_can_learn(self.model, groups, partial=is_adapter(self.model) or bool(self.args.trainable_modules))
-        decided_by_main(self, lambda: prepare_output(self))
-        self.run_record = run_record(self)
-        folder = decided_by_main(self, lambda: resume_folder(self, resume_from_checkpoint))
+        args = self.args
+        groups = [{"lr": args.learning_rate}] if self.optimizer is None else self.optimizer.param_groups
+        check_can_learn(self.model, groups, partial=is_adapter(self.model) or bool(args.trainable_modules))
+        decided_by_main(self, lambda: prepare_output(args, self.model))
+        parts = (self._drafter_config, self.target.model, self._tokenizer, self.train_dataset, self.recipe)
+        self.run_record = run_record(args, *parts)
+        folder = decided_by_main(self, lambda: resume_folder(args, self.run_record, resume_from_checkpoint))
         check_resumed_part(folder, self.accelerator.unwrap_model(self.model))
         return folder
 
@@ -660,10 +670,7 @@ class DFlashTrainer(Trainer):
         return [c for c in self.callback_handler.callbacks if isinstance(c, RemoteCheckpointCallback)]
 
     def _save_late(self) -> None:
-        """Write a checkpoint of a run that writes none, if a signal came behind its last step.
-
-        The signal is passed on, and may end the process before anything else is saved.
-        """
+        """Write a checkpoint of a run that writes none, if a signal came behind its last step: it is passed on."""
         writes_none = self.args.save_strategy == SaveStrategy.NO and not self._interrupts.saves_last
         if writes_none and self._reduce(self._interrupts.flag(self.args.device)).item():
             self._save_checkpoint(self.model, None)
@@ -704,7 +711,7 @@ class DFlashTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint):
         # The parent lets the learning rate and weight decay of the loaded states rule over this run's arguments; no
         # hook comes between.
-        with own_settings(self, checkpoint):
+        with own_settings(self.optimizer, self.lr_scheduler, self.state, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     # The Hub
@@ -719,10 +726,10 @@ class DFlashTrainer(Trainer):
         tag=None,
         options: CardOptions | None = None,
     ):
-        """Publish the drafter as others can use it at once: bf16 weights, code, card, results, plots.
+        """Publish the drafter as others can use it at once, in one commit: bf16 weights, code, card, results, plots.
 
-        All come in one commit. `output_dir` keeps the fp32 masters; its `results.json` (of the acceptance) and plots
-        are published too. An adapter is merged.
+        `output_dir` keeps the fp32 masters; its `results.json` (of the acceptance) and plots are published too. An
+        adapter is merged.
 
         Args:
             commit_message: First line of the commit.
@@ -738,11 +745,6 @@ class DFlashTrainer(Trainer):
         push_checkpoint(self, Path(checkpoint_folder))
 
     def create_model_card(self, *, options: CardOptions | None = None, **kwargs) -> None:  # type: ignore[override]
-        """Write the drafter's card into `output_dir`; needs no network.
-
-        Args:
-            options: What [`push_to_hub`] takes.
-            **kwargs: Only for compatibility with the parent; what they say is known already.
-        """
+        """Write the drafter's card into `output_dir`, without network; the parent's further arguments do nothing."""
         if self.is_world_process_zero():
             write_card(self, options)

@@ -26,7 +26,6 @@ from .topology import FEATURE_COPIES, LAYOUTS, check_world_size
 
 # What may differ on resuming once `allow_resume_changes` names it.
 CHANGES = ("target", "tokenizer", "data", "rows")
-ATTENTION = ("flex_attention", "sdpa", "eager")
 # Arguments that decide what is learned from them: changing one on the way is a choice, of which a resume tells.
 LEARNING_ARGUMENTS = (
     *("num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
@@ -55,6 +54,11 @@ RANGES: tuple[tuple[tuple[str, ...], float, float, str], ...] = (
     (("dataloader_num_workers", "prefetch_depth", "measure_alone_steps"), 0, FINITE, "0 or more"),
     (("logging_steps", "save_steps", "eval_steps"), 0, FINITE, "a number of steps, or below 1 a share of all steps"),
 )
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "target_layout": LAYOUTS,
+    "feature_copies": FEATURE_COPIES,
+    "drafter_attn_implementation": (None, "flex_attention", "sdpa", "eager"),
+}
 
 
 class Refusal(NamedTuple):
@@ -66,9 +70,8 @@ class Refusal(NamedTuple):
 
 
 ONE_DRAFTER = (
-    "would cut the drafter into parts, while checkpoints, guard and copies of hidden states take it whole. Leave it "
-    "out: several GPUs train one drafter by DDP (recipes/accelerate/two_pairs.yaml); to save memory set "
-    "activation_checkpointing=True or optim='adamw_torch_8bit'."
+    "would cut the drafter into parts, which checkpoints and guard take whole. Leave it out: several GPUs train it by "
+    "DDP (recipes/accelerate/two_pairs.yaml); activation_checkpointing=True or optim='adamw_torch_8bit' save memory."
 )
 NO_PREDICTIONS = "is about predictions, of which evaluation keeps none. Leave it out."
 # Before transformers makes anything of them.
@@ -99,20 +102,13 @@ REFUSED_OF_ACCELERATOR = (
 )
 # Arguments of [`DFlashTrainer`] that it would pass on to transformers' Trainer.
 REFUSED_OF_TRAINER = {
-    "compute_metrics": "would never be called, since no logits are kept: evaluation reports the loss, the acceptance "
-    "length and the accuracy per slot. Leave it out.",
+    "compute_metrics": "would never be called, since no logits are kept. Leave it out.",
     "preprocess_logits_for_metrics": "would never be called, since no logits are kept. Leave it out.",
     "compute_loss_func": "would never be called: the loss is that of args.objective. Override compute_loss instead.",
-    "model_init": "would make another drafter than `model`, which target and data are checked against. Make a trainer "
-    "per trial.",
+    "model_init": "would make another drafter than the one that was checked. Make a trainer per trial.",
 }
-# Set by `accelerate launch`.
-SHARDING_VARIABLES = (
-    "ACCELERATE_USE_FSDP",
-    "ACCELERATE_USE_DEEPSPEED",
-    "ACCELERATE_USE_MEGATRON_LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG",
-)
+# What `accelerate launch` sets, behind ACCELERATE_USE_.
+SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
 
 
 def _refuse(refusals: tuple[Refusal, ...], values: dict[str, Any], prefix: str = "") -> None:
@@ -130,14 +126,12 @@ def check_before(args: Any, environment: MutableMapping[str, str] = os.environ) 
     head and the record of the run with those of the arguments.
     """
     _refuse(REFUSED_FIRST, vars(args))
-    for name in SHARDING_VARIABLES:
+    for name in [f"ACCELERATE_USE_{kind}" for kind in SHARDING]:
         if environment.get(name, "").lower() in ("1", "true", "yes"):
             raise ValueError(f"The launcher set {name}={environment[name]}, which {ONE_DRAFTER}")
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if precision not in ("no", "bf16", "fp16"):
-        raise ValueError(
-            f"The launcher set mixed_precision={precision}; expected no, bf16 or fp16. Set it to 'no' and bf16=True."
-        )
+        raise ValueError(f"The launcher set mixed_precision={precision}; expected no, bf16 or fp16.")
     if precision != "no" and not (args.bf16 or args.fp16):
         setattr(args, precision, True)
     backend = environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
@@ -148,9 +142,7 @@ def check_before(args: Any, environment: MutableMapping[str, str] = os.environ) 
 def check_scripted(args: Any, has_evaluation_data: bool) -> None:
     """Refuse what transformers leaves to scripts and a recipe does not do, and evaluations of nothing."""
     if args.do_predict:
-        raise ValueError(
-            "do_predict=True: this recipe predicts nothing. Use recipes/evaluate_acceptance.py afterwards."
-        )
+        raise ValueError("do_predict=True: this recipe predicts nothing. Use recipes/evaluate_acceptance.py.")
     # transformers sets do_eval by itself where there is a strategy.
     strategy = args.eval_strategy.value
     asked = {f"eval_strategy={strategy}": strategy != "no", "do_eval=True": args.do_eval}
@@ -345,15 +337,11 @@ class DFlashTrainingArguments(TrainingArguments):
             raise ValueError("max_steps=0 would train nothing. Leave it out (-1), or call evaluate().")
         if self.max_steps < 0 and not 0 < self.num_train_epochs <= FINITE:
             raise ValueError(
-                f"num_train_epochs={self.num_train_epochs} must be more than 0, and finite, where max_steps is not "
-                "given, or nothing would be trained."
+                f"num_train_epochs={self.num_train_epochs}: nothing would be trained; expected more than 0."
             )
-        choices = {"target_layout": LAYOUTS, "feature_copies": FEATURE_COPIES}
-        if self.drafter_attn_implementation is not None:
-            choices["drafter_attn_implementation"] = ATTENTION
-        for name, taken in choices.items():
+        for name, taken in CHOICES.items():
             if values[name] not in taken:
-                raise ValueError(f"{name}={values[name]!r} must be one of {', '.join(taken)}.")
+                raise ValueError(f"{name}={values[name]!r} must be one of {', '.join(filter(None, taken))}.")
         unknown = sorted(set(self.allow_resume_changes or []) - set(CHANGES))
         if unknown:
             raise ValueError(f"allow_resume_changes names {unknown}; what may differ is one of {list(CHANGES)}.")
@@ -362,7 +350,7 @@ class DFlashTrainingArguments(TrainingArguments):
         if self.compile_layers and self.torch_compile:
             raise ValueError(
                 "compile_layers=True and torch_compile=True (or the launcher's dynamo_backend) contradict each other: "
-                "one compiles the layers one by one, the other the whole drafter. Give one of them."
+                "one compiles the layers one by one, the other the whole drafter."
             )
 
     def _check_weights(self) -> None:
@@ -370,33 +358,27 @@ class DFlashTrainingArguments(TrainingArguments):
         # The block size only gives a default here.
         objective_of(self, block_size=2)
         compares = compares_distributions(self.objective)
+        decays = self.slot_weights == "decay" if compares else self.objective == "cross_entropy"
+        used = {"loss_gamma" if decays else "dpace_alpha"} | ({"slot_weights"} if compares else set())
         if self.objective == "expected_acceptance" and self.cross_entropy_share == 0:
-            used: set[str] = set()
-        elif compares:
-            used = {"slot_weights", "loss_gamma" if self.slot_weights == "decay" else "dpace_alpha"}
-        else:
-            used = {"loss_gamma" if self.objective == "cross_entropy" else "dpace_alpha"}
+            used = set()
         for name in {"slot_weights", "loss_gamma", "dpace_alpha"} - used:
             value = vars(self)[name]
             if value != vars(DFlashTrainingArguments)[name]:
                 slots = f" with slot_weights={self.slot_weights!r}" if compares else ""
                 raise ValueError(
                     f"{name}={value} has no effect on objective={self.objective!r}{slots}. Leave it out: loss_gamma "
-                    "belongs to the weights that decay, dpace_alpha to dpace's, and expected_acceptance has weights "
-                    "only with a cross_entropy_share."
+                    "is of weights that decay, dpace_alpha of dpace's, and expected_acceptance has weights only with "
+                    "a cross_entropy_share."
                 )
 
     def _check_optimizer(self) -> None:
         name = OptimizerNames(self.optim).value
-        if self.muon:
-            given = [n for n in ("optim_args", "optim_target_modules") if vars(self)[n]]
-            given += [] if self.optim in PLAIN_ADAMW else [f"optim={name!r}"]
-            if given:
-                raise ValueError(
-                    f"muon=True trains with torch's Muon and AdamW, on which {', '.join(given)} would have no effect. "
-                    "Give one of them."
-                )
-        elif "lomo" in name or "layerwise" in name:
+        given = [n for n in ("optim_args", "optim_target_modules") if vars(self)[n]]
+        given += [] if self.optim in PLAIN_ADAMW else [f"optim={name!r}"]
+        if self.muon and given:
+            raise ValueError(f"muon=True trains with torch's Muon and AdamW: {', '.join(given)} would have no effect.")
+        if not self.muon and ("lomo" in name or "layerwise" in name):
             raise ValueError(
                 f"optim={name!r} steps within the backward, where gradients are neither clipped nor checked. Choose "
                 "another one; optim='adamw_torch_8bit' saves memory too."

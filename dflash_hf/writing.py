@@ -31,12 +31,8 @@ class AnotherWriterError(OSError):
 def only_writer(path: str | Path, name: str) -> Iterator[None]:
     """Keep other processes from writing to a folder or file meanwhile; a killed process and a fork hold nothing.
 
-    Args:
-        path: The folder or file, which exists. The lock is the file `.lock` in the folder, or `FILE.lock`.
-        name: The argument that says where it is.
-
-    Raises:
-        AnotherWriterError: Another process does so already.
+    The lock is the file `.lock` in the folder, or `FILE.lock`. [`AnotherWriterError`] says that another process writes
+    there already, and asks for another value of the argument `name`.
     """
     path = Path(path)
     # A marker in place of a lock would outlive a killed run, and keep out the one that goes on from it elsewhere.
@@ -60,20 +56,14 @@ def only_writer(path: str | Path, name: str) -> Iterator[None]:
 
 
 def check_writable(folder: Path) -> None:
-    """Make a folder and something in it, and remove the latter.
-
-    Raises:
-        OSError: Nothing could be written there.
-    """
+    """Make a folder and something in it, and remove the latter; an OSError says that nothing could be written."""
     probe = folder / f"{ASIDE_PREFIX}probe"
     try:
         probe.mkdir(parents=True, exist_ok=True)
         probe.rmdir()
     except OSError as error:
-        raise OSError(
-            f"Nothing could be written into output_dir={str(folder)!r} ({error}). Make it writable, or give another "
-            "one."
-        ) from error
+        said = f"Nothing could be written into output_dir={str(folder)!r} ({error})."
+        raise OSError(f"{said} Make it writable, or give another one.") from error
 
 
 def publish(aside: Path, final: Path) -> None:

@@ -53,6 +53,12 @@ def test_old_checkpoints_are_those_of_earlier_steps(tmp_path, steps_and_times, n
     assert folders_left(tmp_path, steps_and_times, now, limit, best) == left
 
 
+def test_a_folder_that_merely_looks_like_a_checkpoint_is_never_deleted(tmp_path):
+    (tmp_path / "checkpoint-10-keep").mkdir()
+    assert folders_left(tmp_path, [(20, 0), (30, HOUR)], 30, 1) == [10, 30]
+    assert (tmp_path / "checkpoint-10-keep").exists()
+
+
 def test_a_clock_that_is_set_back_costs_no_checkpoint(target, tmp_path):
     make_trainer(tmp_path, target, max_steps=2, save_steps=1, save_total_limit=2).train()
     for folder in tmp_path.glob("checkpoint-*"):

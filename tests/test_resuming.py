@@ -11,10 +11,10 @@ import pytest
 import torch
 from runs import make_documents, make_trainer
 from safetensors.torch import load_file
-from tiny import byte_tokenizer, dense_target
+from tiny import MASK_TOKEN_ID, byte_tokenizer, dense_target
 from transformers import TrainerCallback
 
-from dflash_hf import DFlashTrainer
+from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer
 from dflash_hf.callbacks import TrainingInterrupted
 from dflash_hf.checkpointing import MANIFEST_NAME, make_manifest
 from dflash_hf.documents import open_documents
@@ -256,6 +256,17 @@ def test_a_record_of_another_format_is_refused(run, target, text):
     (folder / RECORD_NAME).unlink()
     (folder / MANIFEST_NAME).unlink()
     assert resume(run, target, str(folder))._initial_global_step == 10
+
+
+def test_without_a_record_another_drafter_is_known_by_its_configuration(run, target):
+    """Its weights fit all the same."""
+    folder = run / "checkpoint-10"
+    (folder / RECORD_NAME).unlink()
+    (folder / MANIFEST_NAME).unlink()
+    shape = {"num_hidden_layers": 2, "num_taps": 2, "mask_token_id": MASK_TOKEN_ID, "block_size": 8}
+    drafter = DFlashDraftModel(DFlashDraftConfig.from_target_config(target.config, **shape))
+    with pytest.raises(ValueError, match=r"is of another drafter: .*block_size 4 there and 8 here.*adapt"):
+        resume(run, target, str(folder), drafter=drafter)
 
 
 def test_a_folder_of_checkpoints_is_taken_for_its_newest(run, target):
