@@ -114,7 +114,7 @@ def test_a_saved_folder_drafts_the_same_in_the_reference_and_in_generate(
     assert anchors == [r["anchor"] for r in their_rounds]
     assert len({b - a for a, b in pairwise(anchors)}) >= 4
     for our, their in zip(our_rounds, their_rounds, strict=True):
-        torch.testing.assert_close(our["hidden"], their["hidden"], rtol=0, atol=1e-5)
+        torch.testing.assert_close(our["hidden"], their["hidden"], rtol=0, atol=5e-5)
 
 
 @pytest.mark.parametrize("name", ["all_causal", "all_bidirectional", "full_made_causal"])
@@ -133,5 +133,5 @@ def test_the_reference_follows_the_saved_causality(reader, tmp_path, target, tex
         path.write_text(json.dumps({k: v for k, v in config.items() if k != "is_causal"}))
     with torch.inference_mode():
         gap = (rounds["with"][0]["hidden"] - rounds["without"][0]["hidden"]).abs().max().item()
-    # The test above compares to 1e-5.
+    # The test above compares to 5e-5.
     assert gap > 1e-3

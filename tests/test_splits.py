@@ -18,7 +18,8 @@ ROWS = 16
 COMMON = {"max_steps": 5, "num_train_epochs": 5, "save_strategy": "no", "context_noise": 0.05, "max_grad_norm": 0.0}
 OPTIMIZERS = {
     "sgd": {"optim": "sgd", "learning_rate": 0.5},
-    "adamw": {"optim": "adamw_torch_fused", "learning_rate": 6e-4},
+    # Over its usual epsilon, AdamW makes steps out of gradients that are nothing but rounding.
+    "adamw": {"optim": "adamw_torch_fused", "learning_rate": 6e-4, "adam_epsilon": 1e-3},
 }
 
 
@@ -103,7 +104,7 @@ def assert_same(result: dict, expected: dict) -> None:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_the_same_documents_train_the_same_however_they_are_split(expected, tmp_path, split):
+def test_s1_the_same_documents_train_the_same_however_they_are_split(expected, tmp_path, split):
     optimizer, plain = expected
     result = run(tmp_path, dense_target(), optimizer, **SPLITS[split])
     assert sum(result["counted"]) == sum(plain["counted"])
