@@ -259,9 +259,14 @@ class DocumentFolder:
         with self.named_errors():
             os.makedirs(self.root, exist_ok=True)
         with only_writer(self.root, "output"):
-            for left in Path(self.root).glob("shard-*.tmp"):
-                left.unlink(missing_ok=True)
+            self._clean()
             yield
+            # Workers of a killed run outlive it by a moment, in which they may still write.
+            self._clean()
+
+    def _clean(self) -> None:
+        for left in Path(self.root).glob("shard-*.tmp"):
+            left.unlink(missing_ok=True)
 
     @contextmanager
     def aside(self) -> Iterator[str]:

@@ -70,8 +70,8 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     layers = dict(model.get_decoder().named_children()).get("layers")
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(
-            f"{type(model).__name__} does not keep its decoder layers in `get_decoder().layers`, so they cannot be "
-            "read. Targets of the Llama and Qwen families and most others are supported."
+            f"{type(model).__name__} keeps its decoder layers in another place than `get_decoder().layers`, so they "
+            "cannot be read. Targets of the Llama and Qwen families and most others are supported."
         )
     return layers
 
