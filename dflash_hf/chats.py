@@ -438,7 +438,8 @@ def parsed(value: Any) -> Any:
     """What a string of JSON holds; other values, and strings of something else, as they are."""
     try:
         return json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError:
+    # Python also refuses whole numbers of thousands of digits.
+    except ValueError:
         return value
 
 
