@@ -216,8 +216,8 @@ def list_files(
     ]
     if not names:
         raise FileNotFoundError(
-            f"The folder {address} holds no file that ends in one of {SUFFIXES}. A .json file is read where it is "
-            "named, or all of a folder by FOLDER/*.json."
+            f"{address} holds no file that ends in one of {SUFFIXES}. A .json file is read where it is named, or all "
+            "of a folder by FOLDER/*.json. Pipes and devices are passed over: write their rows into a file."
         )
     return [_source_file(fs, address, path, name, found[name]) for name in names]
 
@@ -438,7 +438,8 @@ def parsed(value: Any) -> Any:
     """What a string of JSON holds; other values, and strings of something else, as they are."""
     try:
         return json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError:
+    # Python also refuses whole numbers of thousands of digits.
+    except ValueError:
         return value
 
 

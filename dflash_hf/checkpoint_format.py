@@ -143,8 +143,9 @@ class Checkpoint:
 
     @property
     def levels(self) -> dict[str, dict[str, Any]]:
-        """The fields of both levels by what stands before their names."""
-        return {"": self.raw, "dflash_config.": self.nested}
+        """The fields of all levels by what stands before their names."""
+        rope = {f"{name}.": value for name, value in self.rope.items() if isinstance(value, dict)}
+        return {"": self.raw, "dflash_config.": self.nested, **rope}
 
     def value(self, name: str) -> Any:
         """The value engines take: that of `dflash_config`, else the top level's."""

@@ -56,7 +56,7 @@ def convert_speculators(
         output: Folder to write.
         num_target_layers: Number of decoder layers of the target; read from the target that the checkpoint names by
             default.
-        **download: As for [`checkpoint_format.fetch_checkpoint`].
+        **download: As for [`checkpoint_files.fetch_checkpoint`].
 
     Returns:
         The drafter that was written.

@@ -469,10 +469,11 @@ def keep_tuned_kernels() -> Path | None:
     # As Triton has it, which takes "~" itself where a user has no home.
     own = Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache")
     folder = Path(os.environ.setdefault("TRITON_CACHE_DIR", str(own)))
-    try:
+    with suppress(OSError):
         if folder == own:
             folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    # One that is there may be another user's.
+    if folder == own and not os.access(folder, os.W_OK | os.X_OK):
         del os.environ["TRITON_CACHE_DIR"]
         logger.warning(
             f"{folder} cannot be written, so kernels may be tuned at each launch, for a minute. Set TRITON_CACHE_DIR "

@@ -302,6 +302,7 @@ INCONSISTENT = [
     ({"rope_parameters": {"full_attention": ROPE}}, "expected one flat set of values"),
     ({"rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}}, "rope_parameters.partial_rotary_factor is 0.25"),
     ({"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}}, "rope_parameters.mrope_section is [2, 1, 1]"),
+    ({"rope_parameters": {**ROPE, "is_neox_style": False}}, "rope_parameters.is_neox_style is False"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     ({"rope_theta": "1e7"}, "rope_theta is '1e7'"),
     ({"rope_theta": 0}, "rope_theta is 0"),

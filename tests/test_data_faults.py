@@ -96,9 +96,10 @@ class TestRows:
         (document,) = tokenize_conversation(row, byte_tokenizer(TEMPLATE))
         assert answers([document]) == ["</think>\n[f a=1]<|im_end|>"]
 
-    def test_arguments_that_are_no_json_are_counted_as_the_template_takes_them(self):
+    @pytest.mark.parametrize("arguments", ["{bad", f'{{"a": {"9" * 5000}}}'])
+    def test_arguments_that_are_no_json_are_counted_as_the_template_takes_them(self, arguments):
         with pytest.raises(ValueError, match="template failed"):
-            tokenize_conversation(calls({"name": "f", "arguments": "{bad"}), byte_tokenizer(TEMPLATE))
+            tokenize_conversation(calls({"name": "f", "arguments": arguments}), byte_tokenizer(TEMPLATE))
 
     @pytest.mark.parametrize("reason", ["length", "LENGTH", {"type": "length", "length": 9}, "error"])
     def test_an_answer_that_was_cut_off_has_no_end(self, reason):

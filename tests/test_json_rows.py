@@ -60,6 +60,8 @@ def test_a_folder_may_hold_links_and_pipes_are_passed_over(tmp_path):
     os.mkfifo(tmp_path / "in" / "c.jsonl")
     (row,) = read_completions(tmp_path / "in")
     assert row[SOURCE_KEY] == f"{tmp_path}/in/b.jsonl:1"
+    with pytest.raises(FileNotFoundError, match="Pipes and devices are passed over"):
+        read_completions(tmp_path / "in" / "c.jsonl")
 
 
 def test_a_field_of_any_name_is_kept(tmp_path):

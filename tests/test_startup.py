@@ -36,8 +36,14 @@ def test_the_users_own_folder_of_kernels_stays(triton_home, monkeypatch):
     assert not (triton_home / ".triton").exists()
 
 
-def test_a_home_that_cannot_be_written_is_told_of_and_left_alone(triton_home, caplog):
-    (triton_home / ".triton").write_text("a file")
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_home_that_cannot_be_written_is_told_of_and_left_alone(is_there, triton_home, caplog, monkeypatch):
+    if is_there:
+        (triton_home / ".triton" / "cache").mkdir(parents=True)
+        # As for another user, which the superuser's own rights would hide.
+        monkeypatch.setattr("os.access", lambda path, mode: False)
+    else:
+        (triton_home / ".triton").write_text("a file")
     assert keep_tuned_kernels() is None and "TRITON_CACHE_DIR" not in os.environ
     (record,) = caplog.records
     assert "cannot be written" in record.message and "Set TRITON_CACHE_DIR to a folder" in record.message
