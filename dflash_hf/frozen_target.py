@@ -468,7 +468,8 @@ def keep_tuned_kernels() -> Path | None:
     """
     # As Triton has it, which takes "~" itself where a user has no home.
     own = Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache")
-    folder = Path(os.environ.setdefault("TRITON_CACHE_DIR", str(own)))
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or own)
+    os.environ["TRITON_CACHE_DIR"] = str(folder)
     with suppress(OSError):
         if folder == own:
             folder.mkdir(parents=True, exist_ok=True)
