@@ -20,6 +20,7 @@ import torch
 from accelerate import PartialState
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
+from torch.distributed.launcher.api import LaunchConfig
 from torch.profiler import ProfilerActivity, profile, schedule
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
@@ -447,7 +448,9 @@ def end_together() -> Iterator[None]:
 
 def tell_of_grace(checkpoint_bytes: int) -> None:
     """Warn of a launcher that may kill its ranks before a checkpoint is written, once it has passed SIGTERM on."""
-    grace = int(os.environ.get(GRACE, GRACE_SECONDS))
+    # Earlier versions of torch do not read the variable.
+    is_read = "shutdown_timeout" in LaunchConfig.__dataclass_fields__
+    grace = int(os.environ.get(GRACE, GRACE_SECONDS)) if is_read else GRACE_SECONDS
     if LAUNCHED in os.environ and checkpoint_bytes / BYTES_PER_SECOND > grace / 2:
         logger.warning(
             f"A checkpoint takes {checkpoint_bytes / 1e9:.1f} GB, and the launcher kills its ranks {grace} s after it "

@@ -179,6 +179,9 @@ def rotate(trainer: Trainer, run_dir: Path) -> None:
     old = [folders[step] for step in steps if step != now and folders[step] != best]
     for folder in old[: max(0, len(folders) - limit)]:
         shutil.rmtree(folder, ignore_errors=True)
+        # The new checkpoint is there, and other ranks would wait for one that stops here.
+        if folder.exists():
+            logger.warning(f"The old checkpoint {folder} could not be deleted, or not all of it.")
 
 
 def checkpoint_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, only_model: bool) -> int:

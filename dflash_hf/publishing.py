@@ -34,6 +34,7 @@ from .checkpointing import STAGING_PREFIX
 from .model_card import (
     RESULTS_NAME,
     CardOptions,
+    CardResults,
     model_card,
     plot_results,
     read_facts,
@@ -129,26 +130,37 @@ def build_repository(
             drafter.save_pretrained(folder / "fp32", dtype=torch.float32)
         for image in images:
             shutil.copy(image, folder)
-        names = [image.name for image in images]
-        if card_results is not None:
-            (folder / RESULTS_NAME).write_text(json.dumps(without_local_paths(results), indent=1) + "\n")
-            if find_spec("matplotlib") is None:
-                logger.warning("The card has no plot of the acceptance: pip install matplotlib.")
-            else:
-                plot_results(card_results, folder / PLOT_NAME)
-                names.insert(0, PLOT_NAME)
-        options = replace(options or CardOptions(), plots=names)
-        model_card(read_folder(folder, repo_id), facts, card_results, options).save(folder / "README.md")
-        report = validate_checkpoint(folder)
-        if not report.ok:
-            raise ValueError(
-                f"{repo_id} is not sent, since not every reader would load it as it was trained.\n{report}"
-            )
+        report = _write_texts(folder, repo_id, facts, results, card_results, [image.name for image in images], options)
     except BaseException:
         # The same command must find the folder as it was.
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return Publication(folder, repo_id, report)
+
+
+def _write_texts(
+    folder: Path,
+    repo_id: str,
+    facts: dict[str, Any] | None,
+    results: dict[str, Any] | None,
+    card_results: CardResults | None,
+    plots: list[str],
+    options: CardOptions | None,
+) -> ValidationReport:
+    """Write results, their plot and the card beside the drafter, and check the whole."""
+    if card_results is not None:
+        (folder / RESULTS_NAME).write_text(json.dumps(without_local_paths(results), indent=1) + "\n")
+        if find_spec("matplotlib") is None:
+            logger.warning("The card has no plot of the acceptance: pip install matplotlib.")
+        else:
+            plot_results(card_results, folder / PLOT_NAME)
+            plots = [PLOT_NAME, *plots]
+    options = replace(options or CardOptions(), plots=plots)
+    model_card(read_folder(folder, repo_id), facts, card_results, options).save(folder / "README.md")
+    report = validate_checkpoint(folder)
+    if not report.ok:
+        raise ValueError(f"{repo_id} is not sent, since not every reader would load it as it was trained.\n{report}")
+    return report
 
 
 def _check_plots(images: list[Path], taken: list[str]) -> None:
@@ -365,7 +377,9 @@ def _holds(folder: Path, tensors: dict[str, torch.Tensor]) -> bool:
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a dictionary)
-                if not torch.equal(file.get_tensor(name).bfloat16(), tensors[name].to("cpu", torch.bfloat16)):
+                # By now another drafter may be there, with more layers.
+                own = tensors.get(name)
+                if own is None or not torch.equal(file.get_tensor(name).bfloat16(), own.to("cpu", torch.bfloat16)):
                     return False
     return True
 
@@ -505,17 +519,18 @@ def push_run(
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
-    def tell_failure(finished: Future) -> None:
-        error = None if finished.cancelled() else finished.exception()
-        if error is not None:
-            logger.warning(str(error))
-
     if blocking:
         return send()
     future = hf_api().run_as_future(send)
-    future.add_done_callback(tell_failure)
+    future.add_done_callback(_tell_failure)
     trainer.push_in_progress = PushInProgress([future])  # type: ignore[arg-type, misc]
     return future
+
+
+def _tell_failure(finished: Future) -> None:
+    error = None if finished.cancelled() else finished.exception()
+    if error is not None:
+        logger.warning(str(error))
 
 
 # The drafter's file is published as remote code, so it cannot import this one.

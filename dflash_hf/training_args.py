@@ -2,7 +2,7 @@
 """The arguments of a training, and which of transformers' are refused.
 
 Refused is what would train another model than the one asked for, or be ignored, without a word. What transformers,
-torch and peft refuse themselves is theirs to refuse.
+torch and peft refuse themselves is theirs to refuse; settings that an optimizer does not read are theirs to pass over.
 """
 
 import math

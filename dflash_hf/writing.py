@@ -73,7 +73,7 @@ def publish(aside: Path, final: Path) -> None:
     final one, that of `aside`, or `_incomplete-replaced-NAME`.
 
     Raises:
-        OSError: The disk failed; then what had the name has it still.
+        OSError: The disk failed; then what had the name has it still, unless the whole new folder has it.
     """
     for path in [*aside.rglob("*"), aside]:
         _flush(path)

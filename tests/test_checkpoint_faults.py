@@ -59,6 +59,17 @@ def test_a_folder_that_merely_looks_like_a_checkpoint_is_never_deleted(tmp_path)
     assert (tmp_path / "checkpoint-10-keep").exists()
 
 
+def test_an_old_checkpoint_that_cannot_be_deleted_is_told_of(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(checkpointing.logger, "warning", told.append)
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "run").mkdir()
+    # As of one that was moved to another disk.
+    (tmp_path / "run" / "checkpoint-10").symlink_to(tmp_path / "moved")
+    assert folders_left(tmp_path / "run", [(20, 0), (30, HOUR)], 30, 1) == [10, 30]
+    assert len(told) == 1 and "checkpoint-10 could not be deleted" in told[0]
+
+
 def test_a_clock_that_is_set_back_costs_no_checkpoint(target, tmp_path):
     make_trainer(tmp_path, target, max_steps=2, save_steps=1, save_total_limit=2).train()
     for folder in tmp_path.glob("checkpoint-*"):

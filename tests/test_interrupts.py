@@ -10,6 +10,7 @@ import pytest
 import torch
 from runs import make_documents, make_trainer
 from tiny import dense_target
+from torch.distributed.launcher.api import LaunchConfig
 from transformers import TrainerCallback
 
 from dflash_hf import callbacks as launching
@@ -144,6 +145,14 @@ def test_a_launcher_that_may_kill_before_a_checkpoint_is_written_is_told_of(
     said = "A checkpoint takes 20.0 GB, and the launcher kills its ranks 30 s after it gets SIGTERM"
     assert (said in caplog.text and f"{GRACE}=300" in caplog.text) == told
     assert told or not caplog.text
+
+
+def test_a_grace_that_this_torch_does_not_read_is_not_counted_on(monkeypatch, caplog):
+    monkeypatch.setenv(LAUNCHED, "none")
+    monkeypatch.setenv(GRACE, "300")
+    monkeypatch.delitem(LaunchConfig.__dataclass_fields__, "shutdown_timeout", raising=False)
+    tell_of_grace(20 * 10**9)
+    assert "the launcher kills its ranks 30 s after it gets SIGTERM" in caplog.text
 
 
 def test_a_run_says_it_before_its_first_step(target, tmp_path, monkeypatch, caplog):

@@ -3,7 +3,6 @@
 
 import errno
 import fcntl
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +23,15 @@ from filelock import FileLock
 with FileLock(sys.argv[1]):
     print("held", flush=True)
     input()
+"""
+FORK = """import os, sys
+from filelock import FileLock
+with FileLock(sys.argv[1]):
+    if not os.fork():
+        os.read(0, 1)
+        os._exit(0)
+    print("held", flush=True)
+    os.wait()
 """
 
 
@@ -60,18 +68,14 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path, held):
 
 
 def test_a_worker_that_outlives_a_killed_run_keeps_nobody_out(tmp_path):
-    ready, done = os.pipe(), os.pipe()
-    with only_writer(tmp_path, "output_dir"):
-        child = os.fork()
-        if not child:
-            os.write(ready[1], b"1")
-            os.read(done[0], 1)
-            os._exit(0)
-        os.read(ready[0], 1)
-    with only_writer(tmp_path, "output_dir"):
-        pass
-    os.write(done[1], b"1")
-    os.waitpid(child, 0)
+    command = [sys.executable, "-c", FORK, str(tmp_path / ".lock")]
+    # A run that ends in order would unlock for its workers too; closing stdin ends the worker.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        process.kill()
+        process.wait()
+        with only_writer(tmp_path, "output_dir"):
+            pass
 
 
 def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch):

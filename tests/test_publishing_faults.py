@@ -16,10 +16,10 @@ from hub_server import Repository
 from runs import make_trainer
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from test_publishing import RESULTS, contents, drafter, hub
+from test_publishing import MASK_TOKEN_ID, RESULTS, contents, drafter, hub
 from tiny import dense_target
 
-from dflash_hf import DFlashDraftModel
+from dflash_hf import DFlashDraftConfig, DFlashDraftModel, publishing
 from dflash_hf.adapters import (
     add_adapter,
     check_adapter_checkpoint,
@@ -94,6 +94,22 @@ def test_a_drafter_that_is_not_finite_is_not_sent(tmp_path, drafter):
     broken.fc.weight.data[0, 0] = float("nan")
     with pytest.raises(ValueError, match=r"the drafter's fc\.weight holds NaN"):
         build_repository(broken, tmp_path / "new", "me/x")
+
+
+def test_a_drafter_is_sent_though_its_folder_holds_one_with_more_layers_by_now(hub, drafter, tmp_path, monkeypatch):
+    drafter.save_pretrained(tmp_path / "d")
+    loaded = DFlashDraftModel.from_pretrained(tmp_path / "d")
+    config = DFlashDraftConfig.from_target_config(
+        dense_target().config, num_hidden_layers=3, num_taps=2, mask_token_id=MASK_TOKEN_ID, block_size=4
+    )
+    grown = DFlashDraftModel(config)
+    grown.load_state_dict(drafter.state_dict(), strict=False)
+    grown.save_pretrained(tmp_path / "d")
+    told = []
+    monkeypatch.setattr(publishing.logger, "warning", told.append)
+    loaded.push_to_hub("me/base")
+    assert "is not what is there by now" in told[0]
+    assert hub.repositories["me/base"].oid("main")
 
 
 # Adapters
