@@ -72,7 +72,7 @@ TOLERANCE = 1e-4
 MASKED = "(masked)"
 # Fields whose values depend on the machine, the day or an installed version.
 MASKED_FIELDS = {
-    *("version", "versions", "transformers_version", "git_commit", "hours", "hardware", "startup_seconds"),
+    *("version", "versions", "transformers_version", "git_commit", "hours", "hardware"),
     *("digest", "manifest_hash"),
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
