@@ -39,11 +39,13 @@ def only_writer(path: str | Path, name: str) -> Iterator[None]:
     lock = FileLock(path / LOCK_SUFFIX if path.is_dir() else f"{path}{LOCK_SUFFIX}", fallback_to_soft=False)
     try:
         lock.acquire(timeout=0)
-    except Timeout as error:
-        raise AnotherWriterError(
-            f"Another process is writing to {path}. Wait for it, end it, or give another {name}."
-        ) from error
     except OSError as error:
+        # The lock of another user's process cannot even be opened.
+        if isinstance(error, Timeout) or (isinstance(error, PermissionError) and Path(lock.lock_file).exists()):
+            raise AnotherWriterError(
+                f"Another process is writing to {path} (its lock is {lock.lock_file}). Wait for it, end it, or give "
+                f"another {name}."
+            ) from error
         # Some network file systems know no locks.
         logger.warning_once(f"{path} cannot be locked ({error}): let no other process write there meanwhile.")
     try:

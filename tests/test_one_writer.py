@@ -130,3 +130,17 @@ def test_two_runs_do_not_answer_into_one_file(tmp_path, held):
     with pytest.raises(AnotherWriterError, match="give another output"), recipe.open_output(arguments):
         pytest.fail("wrote")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "out.jsonl.lock"]
+
+
+def test_the_lock_of_another_user_keeps_a_folder_as_ones_own_does(tmp_path, monkeypatch):
+    """It cannot be opened. In a folder that cannot be written there is none, and another check says so."""
+
+    def refuse(self, **kwargs):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("filelock.FileLock.acquire", refuse)
+    with only_writer(tmp_path, "output_dir"):
+        pass
+    (tmp_path / ".lock").touch()
+    with pytest.raises(AnotherWriterError, match="output_dir"), only_writer(tmp_path, "output_dir"):
+        pass
