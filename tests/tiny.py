@@ -2,8 +2,11 @@
 """Tiny targets, drafters and a tokenizer, made from nothing, so that the tests need no download."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -23,6 +26,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from dflash_hf import DFlashDraftConfig, DFlashDraftModel
+
 
 VOCAB_SIZE = 272
 HIDDEN_SIZE = 64
@@ -32,6 +37,15 @@ CHATML_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+@contextmanager
+def refused(error: type[Exception] | tuple[type[Exception], ...], *names: object) -> Iterator[None]:
+    """The block raises `error`, and its message contains every name: the field, the file, the value; no sentence."""
+    with pytest.raises(error) as caught:
+        yield
+    missing = [str(name) for name in names if str(name) not in str(caught.value)]
+    assert not missing, f"{missing} in none of: {caught.value}"
 
 
 def byte_tokenizer(chat_template: str | None = CHATML_TEMPLATE) -> PreTrainedTokenizerFast:
@@ -178,3 +192,12 @@ def hybrid_target(num_layers: int = 8, tied: bool = False, seed: int = 0, **over
         }
     )
     return _target(Qwen3_5ForCausalLM, config, seed, 3.0)
+
+
+def tiny_drafter(target: PreTrainedModel, seed: int = 0, **fields) -> DFlashDraftModel:
+    """A drafter of two layers and two taps with blocks of 4 for a tiny target; `fields` are those of its config."""
+    torch.manual_seed(seed)
+    given = {"num_hidden_layers": 2, "num_taps": 2, "mask_token_id": MASK_TOKEN_ID, "block_size": 4, **fields}
+    if "target_layer_ids" in given:
+        given.pop("num_taps")
+    return DFlashDraftModel(DFlashDraftConfig.from_target_config(target.config, **given))
