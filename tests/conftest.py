@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures that several files share. What makes tiny targets and drafters is in tiny.py, the naive twins in naive.py."""
+"""Fixtures that several files share; tiny.py makes tiny targets and drafters, naive.py holds the naive twins."""
 
 from pathlib import Path
 
