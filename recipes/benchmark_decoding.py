@@ -21,11 +21,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
-from benchmark_shapes import make_drafter, shapes
+from benchmark import SHAPES, make_drafter, sized
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5TextConfig
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
@@ -35,48 +35,38 @@ from dflash_hf.generation import DecodingState, check_drafter
 
 
 # What is measured, and what it is called in the table.
-PARTS = {
-    "token": "forward of a token",
-    "forward": "forward of a block",
-    "draft": "draft",
-    "verify": "verification",
-    "commit": "commit",
-    "round": "round",
-    "snapshot": "snapshot",
-    "rollback": "rollback",
-}
-
-
+PARTS = {"token": "forward of a token", "forward": "forward of a block", "draft": "draft", "verify": "verification"}
+PARTS |= {"commit": "commit", "round": "round", "snapshot": "snapshot", "rollback": "rollback"}
 # The tokens that wait in front of a verification depend on several rounds before it.
 WARM_UP_CYCLES = 2
 
 
 @dataclass
 class DecodingBenchmarkArguments:
-    shape: str | None = field(default=None, metadata={"help": "small-hybrid or qwen3.6-27b, with random weights."})
+    shape: Literal["small-hybrid", "qwen3.6-27b"] | None = field(
+        default=None, metadata={"help": "Random weights of this shape; small-hybrid unless a target is given."}
+    )
     target: str | None = field(default=None, metadata={"help": "Folder or Hub id of a target instead of a shape."})
     drafter: str | None = field(default=None, metadata={"help": "Folder or Hub id of its drafter."})
     prompt_lengths: list[int] = field(
         default_factory=lambda: [256, 512, 1024, 2048, 4096, 8192], metadata={"help": "Tokens of the prompts."}
     )
     num_rounds: int = field(default=32, metadata={"help": "Timed rounds for each prompt."})
-    dtype: str | None = field(default=None, metadata={"help": "bfloat16 on a GPU, float32 elsewhere."})
+    dtype: Literal["bfloat16", "float16", "float32"] | None = field(
+        default=None, metadata={"help": "bfloat16 on a GPU, float32 elsewhere."}
+    )
     device: str | None = field(default=None, metadata={"help": "Device; a GPU if there is one."})
     output: str | None = field(default=None, metadata={"help": "JSON file for the results."})
 
     def __post_init__(self) -> None:
         if bool(self.target) != bool(self.drafter) or (self.target and self.shape):
             raise ValueError("Give a target together with its drafter, or a shape, or nothing.")
-        if self.shape not in (None, "small-hybrid", "qwen3.6-27b"):
-            raise ValueError(f"shape is {self.shape!r}; choose small-hybrid or qwen3.6-27b.")
-        if self.dtype is not None and not isinstance(vars(torch).get(self.dtype), torch.dtype):
-            raise ValueError(f"dtype is {self.dtype!r}; expected bfloat16, float16 or float32.")
         if self.num_rounds < 1 or min(self.prompt_lengths) < 1:
             raise ValueError("num_rounds and prompt_lengths must be at least 1.")
 
 
-def main() -> None:
-    args = parse_config((DecodingBenchmarkArguments,), description=__doc__.split("\n")[0])[0]
+def main(argv: Sequence[str] | None = None) -> None:
+    (args,) = parse_config(DecodingBenchmarkArguments, argv, description=(__doc__ or "").split("\n")[0])
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     torch.manual_seed(0)
@@ -110,26 +100,15 @@ def load_models(
         check_drafter(target, drafter)
         return target.eval(), drafter.eval()
     if args.shape == "qwen3.6-27b":
-        shape = shapes()[args.shape]
+        shape = SHAPES[args.shape]
         with device:
             target = AutoModelForCausalLM.from_config(shape.target, dtype=dtype)
         drafter = make_drafter(shape, device).to(dtype)
         drafter.set_attn_implementation("sdpa")
         return target.eval(), drafter.eval()
-    config = Qwen3_5TextConfig(
-        vocab_size=1024,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=16,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=128,
-        linear_num_key_heads=4,
-        linear_num_value_heads=8,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
-        tie_word_embeddings=False,
-    )
+    heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    heads |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    config = Qwen3_5TextConfig(vocab_size=1024, tie_word_embeddings=False, **heads, **sized(512, 1536, 16, 4, 1, 128))
     target = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device)
     fields = {"num_hidden_layers": 1, "num_taps": 3, "block_size": 16, "mask_token_id": 1000}
     drafter = DFlashDraftModel(DFlashDraftConfig.from_target_config(config, **fields))

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compilation happens once: batches of mixed documents have one shape and reuse the graphs of the first."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 import tiny
@@ -143,17 +140,6 @@ def test_capped_and_scaled_logits_of_the_target_are_the_drafters_too(name):
         "final_logit_softcapping": 4 * torch.tanh(plain / 4), "logit_scale": plain * 4, "logits_scaling": plain / 4
     }[name]  # fmt: skip
     torch.testing.assert_close(FrozenHead(target, "cpu").logits(hidden), expected)
-
-
-def test_the_attention_benchmark_compares_equal_work(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "recipes")
-    import benchmark_attention
-
-    output = tmp_path / "attention.json"
-    benchmark_attention.main(["--num_tokens", "256", "--num_anchors", "32", "--repeats", "1", "--output", str(output)])
-    report = json.loads(output.read_text())
-    assert report["queries"] == 512 and report["keys"] == 768
-    assert report["largest_relative_difference"] < 1e-5
 
 
 def test_activation_checkpointing_changes_nothing_and_keeps_less():

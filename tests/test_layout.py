@@ -8,17 +8,10 @@ import sys
 import threading
 from pathlib import Path
 
-from tiny import MASK_TOKEN_ID, byte_tokenizer, dense_target, write_chats
+from tiny import byte_tokenizer, dense_target, tiny_drafter, write_chats
 
 import dflash_hf
-from dflash_hf import (
-    DFlashDraftConfig,
-    DFlashDraftModel,
-    DFlashTrainer,
-    DFlashTrainingArguments,
-    read_completions,
-    tokenize_completions,
-)
+from dflash_hf import DFlashTrainer, DFlashTrainingArguments, read_completions, tokenize_completions
 
 
 PACKAGE = Path(dflash_hf.__file__).parent
@@ -61,12 +54,8 @@ def test_the_package_is_flat_and_no_folder_is_called_target():
 def test_a_row_passes_fifteen_files_at_most_from_json_to_its_loss(tmp_path):
     """Reading, batching and the loss; what a trainer checks and writes around its steps is not the row's way."""
     target, chats = dense_target(), write_chats(tmp_path / "chats.jsonl")
-    config = DFlashDraftConfig.from_target_config(
-        target.config, num_hidden_layers=2, num_taps=2, mask_token_id=MASK_TOKEN_ID, block_size=4
-    )
-    args = DFlashTrainingArguments(
-        str(tmp_path / "run"), row_length=128, num_anchors=6, report_to="none", use_cpu=True
-    )
+    options = {"row_length": 128, "num_anchors": 6, "report_to": "none", "use_cpu": True}
+    args = DFlashTrainingArguments(str(tmp_path / "run"), **options)
     passed: list[str] = []
 
     def seen(frame, event, _):
@@ -85,7 +74,7 @@ def test_a_row_passes_fifteen_files_at_most_from_json_to_its_loss(tmp_path):
 
     rows = traced(lambda: read_completions(str(chats)))
     documents = traced(lambda: tokenize_completions(rows, byte_tokenizer()))
-    trainer = DFlashTrainer(DFlashDraftModel(config), target, args, train_dataset=documents)
+    trainer = DFlashTrainer(tiny_drafter(target), target, args, train_dataset=documents)
     batch = traced(lambda: next(iter(trainer.get_train_dataloader())))
     loss = traced(lambda: trainer.compute_loss(trainer.model, batch))
     assert loss.isfinite() and loss > 0

@@ -19,11 +19,11 @@ from dflash_hf.topology import place
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
 
-from benchmark_shapes import Case, make_batch, make_drafter, make_head, shapes, step_operations
+from benchmark import SHAPES, Case, make_batch, make_drafter, make_head, step_operations
 
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-TINY, QWEN = shapes()["tiny"], shapes()["qwen3.6-27b"]
+TINY, QWEN = SHAPES["tiny"], SHAPES["qwen3.6-27b"]
 HEAD = 248320 * 5120
 
 

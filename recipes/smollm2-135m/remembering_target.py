@@ -4,15 +4,18 @@
 Shapes: B rows, T packed tokens, K taps, D hidden size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
 from dflash_hf import FrozenTarget
+from dflash_hf.packed_targets import Piece, groups_in_order
 
 
 class RememberingTarget(FrozenTarget):
-    """A [`FrozenTarget`] for data that is small enough: all hidden states that it ever computed stay in memory.
+    """A [`FrozenTarget`] for data that is small enough: all hidden states that it ever computed stay on its device.
 
     Of SmolLM2-135M with five taps a token takes 11.5 KB in fp32. Epochs, evaluations and several trainers share them,
     so that all but the first pass over the data cost the drafter's work alone. Arguments are those of `FrozenTarget`.
@@ -20,7 +23,18 @@ class RememberingTarget(FrozenTarget):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self._states: dict[tuple[int, ...], torch.Tensor] = {}
+        self._states: dict[bytes, torch.Tensor] = {}
+
+    def remember(self, documents: Sequence[dict[str, Any]]) -> None:
+        """Run over documents with `input_ids` in large forwards, so that no step has to."""
+        ids = [torch.as_tensor(document["input_ids"]) for document in documents]
+        pieces = [Piece(index, 0, len(document)) for index, document in enumerate(ids)]
+        with tqdm(total=sum(map(len, ids)), desc="target", unit="token", unit_scale=True, disable=None) as bar:
+            # The shortest first: equal lengths share an attention call.
+            for group in groups_in_order(sorted(pieces, key=lambda piece: piece.length)):
+                row = torch.cat([ids[piece.row] for piece in group])
+                self.all_hidden_states(row[None], [[piece.length for piece in group]])
+                bar.update(len(row))
 
     def all_hidden_states(
         self, input_ids: torch.Tensor, document_lengths: Sequence[Sequence[int]] | None = None
@@ -36,23 +50,21 @@ class RememberingTarget(FrozenTarget):
         """
         lengths = [[input_ids.shape[1]]] * len(input_ids) if document_lengths is None else document_lengths
         places = list(_documents(input_ids, lengths))
-        if not all(ids in self._states for *_, ids in places):
+        if not all(key in self._states for *_, key in places):
             states = super().all_hidden_states(input_ids, lengths)
-            self._states |= {ids: states[row, start : start + len(ids)].clone() for row, start, ids in places}
+            self._states |= {key: states[row, start:stop].clone() for row, start, stop, key in places}
             return states
         first = self._states[places[0][-1]]
         states = first.new_zeros(*input_ids.shape, first.shape[-1])
-        for row, start, ids in places:
-            states[row, start : start + len(ids)] = self._states[ids]
+        for row, start, stop, key in places:
+            states[row, start:stop] = self._states[key]
         return states
 
 
-def _documents(
-    input_ids: torch.Tensor, lengths: Sequence[Sequence[int]]
-) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Row, first position and token ids of each document."""
-    for row, (ids, row_lengths) in enumerate(zip(input_ids.tolist(), lengths, strict=True)):
+def _documents(input_ids: torch.Tensor, lengths: Iterable[Sequence[int]]) -> Iterator[tuple[int, int, int, bytes]]:
+    """Row, first position, end and token ids of each document."""
+    for row, (ids, row_lengths) in enumerate(zip(input_ids.cpu().numpy(), lengths, strict=True)):
         start = 0
         for length in row_lengths:
-            yield row, start, tuple(ids[start : start + length])
+            yield row, start, start + length, ids[start : start + length].tobytes()
             start += length

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes a better drafter: many short runs in one process, over hidden states that are computed once.
+"""What makes a better drafter: many short runs of `DFlashTrainer` over hidden states that are computed once.
 
     python recipes/smollm2-135m/study.py --data FOLDER [--runs 'ce,dpace*'] [--field value ...]
 
@@ -10,44 +10,59 @@ when the study is started again; `table.md` and `study.png` show all of them. RE
 import copy
 import fnmatch
 import json
+import tempfile
 import time
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 from get_target import get_smollm2
-from study_data import MAX_LENGTH, read_documents, write_data
+from remembering_target import RememberingTarget
 from study_facts import study_facts
 from study_report import write_report
-from study_training import Run, Study, convert_to_float8, train
-from transformers import AutoConfig, HfArgumentParser
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PrinterCallback, TrainerCallback
 
-from dflash_hf import DFlashDraftConfig, DFlashDraftModel
-from dflash_hf.acceptance import DecodingSettings, measure_acceptance, walked_acceptance_length
-from dflash_hf.frozen_target import FrozenTarget
+from dflash_hf import (
+    DataCollatorForDFlash,
+    DFlashDraftConfig,
+    DFlashDraftModel,
+    DFlashTrainer,
+    DFlashTrainingArguments,
+    read_completions,
+    tokenize_completions,
+)
+from dflash_hf.acceptance import DecodingSettings, WalkSums, measure_acceptance, walk_batch, walked_acceptance_length
+from dflash_hf.cli import parse_config
+from dflash_hf.frozen_target import FrozenHead
+from dflash_hf.losses import compares_distributions
 from dflash_hf.model_card import write_facts
-from dflash_hf.trainer import compile_layers
+from dflash_hf.packing import PackedDataset
 
 
 HERE = Path(__file__).resolve().parent
-# Walks, weights and compilation of a run, on an H200.
-OTHER_SECONDS = 20.0
+SPLITS = ("train", "dev_greedy")
+# Tokens kept of a training document, as in the reference; rows of the walk and their blocks that share a forward.
+MAX_LENGTH, DEV_ROW_LENGTH, DEV_ANCHORS = 512, 1024, 256
+# Shares of the steps after which a run is walked, and seconds of a run's walks, weights and compilation on an H200.
+WALKS, OTHER_SECONDS = (1 / 8, 1 / 4, 1 / 2, 1), 20.0
+# Processes that collate on a machine with a GPU, whose steps are faster than one of them.
+WORKERS = 8
 # What all runs of a folder share, and their names do not say.
 OF_A_FOLDER = ("num_layers", "num_taps", "num_heads", "num_key_value_heads", "head_dim", "intermediate_size")
-OF_A_FOLDER += ("block_size", "mask_token_id", "float8", "num_train", "num_dev")
+OF_A_FOLDER += ("block_size", "mask_token_id", "num_train", "num_dev")
 
 
 @dataclass
 class StudyArguments:
     """Target, data, which runs, and the drafter's shape."""
 
-    data: str = field(metadata={"help": "Folder with the chats, or the file that study_data.py made of them."})
+    data: str = field(metadata={"help": "Folder with train.jsonl.gz and dev_greedy.jsonl.gz, or the file made of it."})
     target: str | None = field(default=None, metadata={"help": "Folder with the target; fetched if unset."})
-    output_dir: str = field(
-        default="outputs/study", metadata={"help": "Folder of results.jsonl, table.md, study.png."}
-    )
+    output_dir: str = field(default="outputs/study", metadata={"help": "Folder of the results; of study.npz too."})
     table: str = field(default=str(HERE / "study_runs.yaml"), metadata={"help": "The runs, by name."})
     runs: str = field(default="*", metadata={"help": "Names of runs, with * and ?, separated by commas."})
     extra: str = field(default="{}", metadata={"help": "Further runs as YAML: '{name: {objective: kl}}'."})
@@ -55,6 +70,7 @@ class StudyArguments:
     steps: int | None = field(default=None, metadata={"help": "Steps of all runs in place of their own."})
     max_minutes: float = field(default=9.0, metadata={"help": "Start no run that would end later."})
     list_runs: bool = field(default=False, metadata={"help": "Show the runs and end."})
+    only_data: bool = field(default=False, metadata={"help": "Write study.npz, the tokens of the chats, and end."})
     decode_prompts: int = field(default=0, metadata={"help": "Prompts to decode after each run, beside the walk."})
     decode_tokens: int = field(default=64, metadata={"help": "Tokens to decode per prompt."})
     decode_temperature: float = field(default=0.0, metadata={"help": "Temperature to decode with; 0 is greedy."})
@@ -67,17 +83,108 @@ class StudyArguments:
     intermediate_size: int = field(default=1536, metadata={"help": "Size of the MLP."})
     block_size: int = field(default=16, metadata={"help": "Slots per block."})
     mask_token_id: int = field(default=15, metadata={"help": "Token id of a slot to be drafted."})
-    float8: bool = field(
-        default=False,
-        metadata={"help": "Train and walk with the layers' products in fp8; give an output_dir of its own."},
-    )
     dev_rows: int = field(default=16, metadata={"help": "Rows of 1,024 tokens that are walked together."})
     num_train: int | None = field(default=None, metadata={"help": "Training documents to use; all by default."})
     num_dev: int | None = field(default=None, metadata={"help": "Documents to walk; all by default."})
 
 
-def main() -> None:
-    arguments = HfArgumentParser(StudyArguments).parse_args_into_dataclasses()[0]
+@dataclass(frozen=True)
+class Run:
+    """The settings of one run; defaults are those of the reference.
+
+    Args:
+        name: Name in the table.
+        reason: Why it is tried.
+        seed: Of weights, order, anchors and noise.
+        steps: Optimizer steps, over which the schedule goes.
+        objective, gamma, alpha, slot_weights, temperature, cross_entropy_share: As for `make_objective`.
+        rows: Rows of a step.
+        row_length: Tokens of a row.
+        num_anchors: Anchors per document.
+        row_anchors: Cap on the anchors of a row; `num_anchors` by default.
+        padded_anchors: Anchors that every row is padded to; `row_anchors` by default. Runs that agree in it, and in
+            rows and their length, share the compiled layers.
+        packed: Whether documents share rows; else each has one, and rows come in the trainer's order.
+        context_noise: Half-width of the noise on the context.
+        learning_rate, weight_decay, beta2, max_grad_norm: Of the optimizer.
+        muon: Whether Muon steps the matrices.
+        eight_bit: Whether AdamW keeps its state in 8 bits, by torchao.
+        schedule: "cosine" or "warmup_stable_decay", which decays over the last `decay` of the steps.
+        warmup: Share of the steps.
+    """
+
+    name: str
+    reason: str = ""
+    seed: int = 0
+    steps: int = 256
+    objective: str = "dpace"
+    gamma: float | None = None
+    alpha: float = 0.5
+    slot_weights: str | None = None
+    temperature: float = 1.0
+    cross_entropy_share: float = 0.0
+    rows: int = 32
+    row_length: int = 512
+    num_anchors: int = 128
+    row_anchors: int | None = None
+    padded_anchors: int | None = None
+    packed: bool = False
+    context_noise: float = 0.0
+    learning_rate: float = 6e-4
+    weight_decay: float = 0.0
+    beta2: float = 0.999
+    max_grad_norm: float = 1.0
+    muon: bool = False
+    eight_bit: bool = False
+    schedule: str = "cosine"
+    decay: float = 0.3
+    warmup: float = 0.04
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}-s{self.seed}-{self.steps}"
+
+    def arguments(self, folder: str, on_cuda: bool) -> DFlashTrainingArguments:
+        """What the trainer takes."""
+        decays = {"num_decay_steps": round(self.decay * self.steps)} if self.schedule != "cosine" else None
+        return DFlashTrainingArguments(
+            folder,
+            seed=self.seed,
+            max_steps=self.steps,
+            per_device_train_batch_size=self.rows,
+            dataloader_drop_last=True,
+            dataloader_num_workers=WORKERS if on_cuda else 0,
+            row_length=self.row_length,
+            num_anchors=self.num_anchors,
+            objective=self.objective,
+            loss_gamma=self.gamma,
+            dpace_alpha=self.alpha,
+            slot_weights=self.slot_weights,
+            loss_temperature=self.temperature,
+            cross_entropy_share=self.cross_entropy_share,
+            context_noise=self.context_noise,
+            learning_rate=self.learning_rate,
+            weight_decay=self.weight_decay,
+            adam_beta2=self.beta2,
+            max_grad_norm=self.max_grad_norm,
+            muon=self.muon,
+            **({"optim": "adamw_torch_8bit"} if self.eight_bit else {}),
+            lr_scheduler_type=self.schedule,
+            lr_scheduler_kwargs=decays,
+            warmup_steps=self.warmup,
+            bf16=on_cuda,
+            # In turn: what the target remembers is there at once.
+            target_layout="shared",
+            prefetch_depth=0,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    (arguments,) = parse_config(StudyArguments, argv, description=(__doc__ or "").split("\n")[0])
     begin = time.perf_counter()
     output_dir = Path(arguments.output_dir)
     results_file = output_dir / "results.jsonl"
@@ -85,33 +192,32 @@ def main() -> None:
     shared = {name: vars(arguments)[name] for name in OF_A_FOLDER}
     refuse_other_studies(output_dir, done, shared)
     runs = [run for run in select_runs(arguments) if run.key not in {key_of(result) for result in done}]
-    if arguments.list_runs or not runs:
+    if arguments.list_runs or not (runs or arguments.only_data):
         print("\n".join(f"{run.key}: {run.reason}" for run in runs) or "Every run that was asked for is done.")
         return
     output_dir.mkdir(parents=True, exist_ok=True)
     arguments.target = str(get_smollm2(arguments.target))
-    study = load_study(arguments)
+    if arguments.only_data:
+        write_data(Path(arguments.data), arguments.target, output_dir / "study.npz")
+        return
+    study = Study(arguments, any(compares_distributions(run.objective) for run in runs))
     print(f"Everything is loaded after {time.perf_counter() - begin:.0f} s.", flush=True)
     for run in runs:
-        expected = expected_seconds(run, done)
+        # By the slowest run so far; the first one is started in any case where there is time at all.
+        slowest = max((result["seconds_per_step"] for result in done), default=0.0)
+        expected = slowest * run.steps + OTHER_SECONDS if done else 0.0
         if time.perf_counter() - begin + expected > 60 * arguments.max_minutes:
             print(f"{run.key} is left for the next call: it would end after {arguments.max_minutes} minutes.")
             continue
-        started = time.perf_counter()
-        result = train(study, run) | {"shared": shared}
-        if arguments.save_drafters:
-            folder = output_dir / f"drafter-{run.key}"
-            study.drafter.save_pretrained(folder, dtype=torch.bfloat16)
-            write_facts(study_facts(result), folder)
-        if arguments.decode_prompts:
-            result |= decode(study, arguments)
-        result["seconds"] = time.perf_counter() - started
-        done.append(result)
+        done.append(finish(study, run, output_dir) | {"shared": shared})
         with results_file.open("a") as lines:
-            lines.write(json.dumps(result) + "\n")
+            lines.write(json.dumps(done[-1]) + "\n")
         write_report(done, output_dir)
     print((output_dir / "table.md").read_text() if done else "No run was finished.")
     print(f"{time.perf_counter() - begin:.0f} s in all; results are in {output_dir}.")
+
+
+# --- Runs and results
 
 
 def select_runs(arguments: StudyArguments) -> list[Run]:
@@ -125,7 +231,7 @@ def select_runs(arguments: StudyArguments) -> list[Run]:
     patterns = [pattern.strip() for pattern in arguments.runs.split(",")]
     unused = [p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in table)]
     if unused:
-        raise ValueError(f"--runs names {', '.join(unused)}, which no run is called; there are {', '.join(table)}.")
+        raise ValueError(f"--runs names {', '.join(unused)}; the runs are {', '.join(table)}.")
     runs = []
     for name, values in table.items():
         values = dict(values or {})
@@ -142,38 +248,246 @@ def select_runs(arguments: StudyArguments) -> list[Run]:
     return runs
 
 
-def load_study(arguments: StudyArguments) -> Study:
-    """Target, drafter and hidden states on the GPU, or on the CPU where there is none."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    on_cuda = device.type == "cuda"
-    # Objectives, shapes and modes are each a graph of the same functions.
-    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
-    data = Path(arguments.data)
-    if data.is_dir():
-        data = Path(arguments.output_dir) / "study.npz"
-        write_data(Path(arguments.data), arguments.target, data, MAX_LENGTH)
-    train_documents, dev = (read_documents(data, split) for split in ("train", "dev_greedy"))
-    config = drafter_config(arguments)
-    target = FrozenTarget(
-        arguments.target,
-        config.target_layer_ids or [],
-        device=device,
-        compile_target=True,
-        final_states=True,
-        dtype=torch.bfloat16 if on_cuda else torch.float32,
-    )
-    drafter = DFlashDraftModel(config).to(device)
-    drafter.set_attn_implementation("flex_attention" if on_cuda else "sdpa")
-    if arguments.float8:
-        convert_to_float8(drafter, on_cuda)
+def read_results(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def key_of(result: dict[str, Any]) -> str:
+    return f"{result['name']}-s{result['seed']}-{result['steps']}"
+
+
+def refuse_other_studies(output_dir: Path, done: list[dict[str, Any]], shared: dict[str, Any]) -> None:
+    """End where a folder's runs are of another drafter or other data, and would be taken for those asked for."""
+    for result in done:
+        # Files of earlier versions do not say it.
+        theirs = {**shared, **result.get("shared", {})}
+        others = [f"{name} {theirs[name]} (now {value})" for name, value in shared.items() if theirs[name] != value]
+        if others:
+            raise SystemExit(f"The runs in {output_dir} have {', '.join(others)}. Give another --output_dir.")
+
+
+# --- Chats to tokens, in one small file for machines that have neither the chats nor the Hub
+
+
+def write_data(data: Path, target: str, output: Path) -> None:
+    """Tokenise the chats of a folder: ids as uint16 one after another, lengths, spans and their number, by split."""
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    eos = GenerationConfig.from_pretrained(target).eos_token_id
+    arrays: dict[str, Any] = {}
+    for split in SPLITS:
+        # Answers to evaluate on stay whole.
+        limit = MAX_LENGTH if split == "train" else None
+        chats = read_completions(str(data / f"{split}.jsonl.gz"))
+        documents = list(tokenize_completions(chats, tokenizer, max_length=limit, eos_token_ids=eos))
+        ids = np.concatenate([np.asarray(document["input_ids"]) for document in documents])
+        if ids.max() >= 2**16:
+            raise ValueError(f"The token id {ids.max()} does not fit 16 bits; this file is for small vocabularies.")
+        spans = [np.asarray(document["supervised_spans"]).reshape(-1, 2) for document in documents]
+        arrays[f"{split}_input_ids"] = ids.astype(np.uint16)
+        arrays[f"{split}_lengths"] = np.array([len(document["input_ids"]) for document in documents], dtype=np.int32)
+        arrays[f"{split}_spans"] = np.concatenate(spans).astype(np.int32)
+        arrays[f"{split}_span_counts"] = np.array([len(rows) for rows in spans], dtype=np.int32)
+        print(f"{split}: {len(documents)} documents, {len(ids)} tokens.")
+    np.savez_compressed(output, **arrays)
+
+
+def read_documents(path: str | Path, split: str) -> list[dict[str, Any]]:
+    """Documents of one split of that file, as the collator takes them."""
+    with np.load(path) as arrays:
+        ids, lengths, spans, counts = (
+            arrays[f"{split}_{name}"] for name in ("input_ids", "lengths", "spans", "span_counts")
+        )
+    ends = np.cumsum(lengths)[:-1], np.cumsum(counts)[:-1]
+    pairs = zip(np.split(ids, ends[0]), np.split(spans, ends[1]), strict=True)
+    return [{"input_ids": i.tolist(), "supervised_spans": s.tolist()} for i, s in pairs]
+
+
+# --- One run
+
+
+class OneDocumentARow(PackedDataset):
+    """Rows of one document each: row i is document i."""
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: int | tuple[int, int]) -> dict[str, Any]:
+        epoch, row = index if isinstance(index, tuple) else (0, index)
+        return {"epoch": epoch, "documents": [{"document": row, **self.documents[row]}]}
+
+
+class Study:
+    """What all runs share: the target, its hidden states of all documents, and the rows to evaluate on.
+
+    Args:
+        arguments: Of the program; `target` is a folder.
+        final_states: Whether a run compares with the target's distribution.
+    """
+
+    def __init__(self, arguments: StudyArguments, final_states: bool):
+        self.arguments = arguments
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        # Objectives, shapes and modes are each a graph of the same functions.
+        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
+        data = Path(arguments.data)
+        if data.is_dir():
+            data = Path(arguments.output_dir) / "study.npz"
+            write_data(Path(arguments.data), str(arguments.target), data)
+        self.train = read_documents(data, "train")[: arguments.num_train]
+        self.dev = read_documents(data, "dev_greedy")[: arguments.num_dev]
+        self.config = drafter_config(arguments)
+        taps = self.config.target_layer_ids or []
+        options: dict[str, Any] = {"compile_target": True, "final_states": final_states, "dtype": self.dtype}
+        self.target = RememberingTarget(arguments.target, taps, device=self.device, **options)
+        self.target.remember(self.train + self.dev)
+        self.head = FrozenHead(self.target.model, self.device)
+        self.dev_batches = list(self._dev_batches(arguments.dev_rows))
+
+    def _dev_batches(self, rows: int) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+        """Batches to walk, on the device, with the target's hidden states."""
+        dataset = PackedDataset(self.dev, DEV_ROW_LENGTH)
+        collator = DataCollatorForDFlash(self.config.block_size or 0, num_anchors=1, row_length=DEV_ROW_LENGTH)
+        collator.max_anchors_per_row = collator.pad_anchors_to_multiple_of = DEV_ROW_LENGTH // 4
+        for first in range(0, len(dataset), rows):
+            # The last batch is filled up with rows that were walked already, whose answers are left out again.
+            batch = collator([dataset[row % len(dataset)] for row in range(first, first + rows)])
+            context = self.target.context_hidden_states(batch["input_ids"], batch["document_lengths"])
+            placed = {n: v.to(self.device) if isinstance(v, torch.Tensor) else v for n, v in batch.items()}
+            yield placed, context.to(self.dtype)
+
+    @torch.no_grad()
+    def walk(self, drafter: DFlashDraftModel) -> dict[str, float]:
+        """The walk over all answers to evaluate on."""
+        drafter.eval()
+        sums, seen = WalkSums.zeros(self.config.block_size or 0), set()
+        for batch, context in self.dev_batches:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+                answers = walk_batch(drafter, self.config, self.head, batch, context, DEV_ANCHORS)
+            for answer in answers:
+                if answer.document not in seen:
+                    sums.add(answer)
+            seen |= {answer.document for answer in answers}
+        drafter.train()
+        return sums.metrics()
+
+    def trainer(self, run: Run, folder: str) -> "StudyTrainer":
+        """The run's trainer, with a drafter of its own."""
+        torch.manual_seed(run.seed)
+        drafter = DFlashDraftModel(self.config).to(self.device)
+        rows = (PackedDataset if run.packed else OneDocumentARow)(self.train, run.row_length, run.seed)
+        anchors = run.row_anchors or run.num_anchors
+        padded = run.padded_anchors or anchors
+        collator = DataCollatorForDFlash(
+            self.config.block_size or 0,
+            run.num_anchors,
+            run.seed,
+            anchors,
+            run.row_length,
+            pad_anchors_to_multiple_of=padded,
+        )
+        args = run.arguments(folder, self.device.type == "cuda")
+        trainer = StudyTrainer(drafter, self.target, args, data_collator=collator, train_dataset=rows)
+        trainer.remove_callback(PrinterCallback)
+        return trainer
+
+
+class StudyTrainer(DFlashTrainer):
+    """The trainer, which counts the documents' tokens and the clipped steps without waiting for the device."""
+
+    tokens, clipped = 0, 0.0
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.tokens += sum(map(sum, inputs["document_lengths"]))
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        norm = super()._get_grad_norm(model, grad_norm)
+        self.clipped = self.clipped + (norm > self.args.max_grad_norm)
+        return norm
+
+
+class Walks(TrainerCallback):
+    """Logs and walks after some shares of the steps and times the steps between, the first one, which compiles, apart.
+
+    Args:
+        study: Gives the walk.
+        trainer: Counts tokens.
+        run: What is trained.
+    """
+
+    def __init__(self, study: Study, trainer: StudyTrainer, run: Run):
+        self.study, self.trainer, self.run = study, trainer, run
+        self.points = sorted({max(1, round(share * run.steps)) for share in WALKS})
+        self.seconds, self.first_step_seconds = 0.0, 0.0
+        self.metrics: dict[str, float] = {}
+        self.by_step: dict[str, dict[str, Any]] = {"acceptance_length": {}, "losses": {}, "tokens": {}}
+
+    def now(self) -> float:
+        if self.study.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.start = self.now()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            self.first_step_seconds = self.now() - self.start
+            self.start = self.now()
+        control.should_log = state.global_step in self.points
+
+    def on_log(self, args, state, control, logs=None, model=None, **kwargs):
+        if "loss" not in logs:
+            return
+        step = state.global_step
+        self.seconds += self.now() - self.start
+        self.metrics = self.study.walk(model)
+        values = (self.metrics["acceptance_length"], logs["loss"], self.trainer.tokens)
+        for name, value in zip(self.by_step, values, strict=True):
+            self.by_step[name][str(step)] = value
+        print(
+            f"{self.run.key} step {step}: loss {logs['loss']:.3f}, tau {values[0]:.3f}, "
+            f"{self.seconds / max(step - 1, 1):.4f} s a step",
+            flush=True,
+        )
+        self.start = self.now()
+
+
+def train(study: Study, run: Run) -> tuple[dict[str, Any], DFlashDraftModel]:
+    """Train one run.
+
+    Returns:
+        The run's settings with `acceptance_length`, `losses` and `tokens` by step, `metrics` of the last walk,
+        `seconds_per_step`, `first_step_seconds`, `clipped` (share of the steps) and `peak_gib`; and the drafter.
+    """
+    on_cuda = study.device.type == "cuda"
     if on_cuda:
-        compile_layers(drafter)
-    print(f"Drafter: {drafter.num_parameters() / 1e6:.1f}M parameters, taps {config.target_layer_ids}.")
-    train_documents, dev = train_documents[: arguments.num_train], dev[: arguments.num_dev]
-    study = Study(target, drafter, train_documents, dev, device, dev_rows=arguments.dev_rows)
-    size = study.train_features.num_bytes + study.dev_features.num_bytes
-    print(f"Hidden states of {study.train_features.padding} training tokens: {size / 2**30:.1f} GiB.")
-    return study
+        torch.cuda.reset_peak_memory_stats()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = study.trainer(run, folder)
+        walks = Walks(study, trainer, run)
+        trainer.add_callback(walks)
+        trainer.train()
+    result = asdict(run) | walks.by_step | {"metrics": walks.metrics}
+    result["seconds_per_step"] = walks.seconds / max(run.steps - 1, 1)
+    result["first_step_seconds"] = walks.first_step_seconds
+    result["clipped"] = float(trainer.clipped) / run.steps
+    result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if on_cuda else None
+    return result, trainer.model
+
+
+def finish(study: Study, run: Run, output_dir: Path) -> dict[str, Any]:
+    """Train a run, save and decode as asked for."""
+    started = time.perf_counter()
+    result, drafter = train(study, run)
+    if study.arguments.save_drafters:
+        folder = output_dir / f"drafter-{run.key}"
+        drafter.save_pretrained(folder, dtype=torch.bfloat16)
+        write_facts(study_facts(result), folder)
+    if study.arguments.decode_prompts:
+        result |= decode(study, drafter)
+    return result | {"seconds": time.perf_counter() - started}
 
 
 def drafter_config(arguments: StudyArguments) -> DFlashDraftConfig:
@@ -190,18 +504,18 @@ def drafter_config(arguments: StudyArguments) -> DFlashDraftConfig:
     )
 
 
-def decode(study: Study, arguments: StudyArguments) -> dict[str, Any]:
+def decode(study: Study, trained: DFlashDraftModel) -> dict[str, Any]:
     """Real decoding of some prompts, in the target's type, and the walk over the answers that come out."""
-    target, dtype = study.target.model, next(study.target.model.parameters()).dtype
-    # Of its own, since the attention of the one that trains is named in its configuration.
-    drafter = DFlashDraftModel(copy.deepcopy(study.config)).to(study.device, dtype)
-    drafter.load_state_dict(study.drafter.state_dict())
+    arguments = study.arguments
+    # A copy, since the attention of the one that was trained is named in its configuration.
+    drafter = DFlashDraftModel(copy.deepcopy(study.config)).to(study.device, study.dtype)
+    drafter.load_state_dict(trained.state_dict())
     drafter.set_attn_implementation("sdpa")
     drafter.eval()
-    prompts = [d["input_ids"][: d["supervised_spans"][0][0]].tolist() for d in study.dev[: arguments.decode_prompts]]
+    prompts = [d["input_ids"][: d["supervised_spans"][0][0]] for d in study.dev[: arguments.decode_prompts]]
     settings = DecodingSettings(arguments.decode_tokens, temperature=arguments.decode_temperature)
-    report = measure_acceptance(target, drafter, prompts, settings=settings)
-    walked = walked_acceptance_length(target, drafter, report, progress=False)
+    report = measure_acceptance(study.target.model, drafter, prompts, settings=settings)
+    walked = walked_acceptance_length(study.target.model, drafter, report, progress=False)
     print(f"{len(prompts)} prompts decoded: tau {report.acceptance_length:.3f}, by the walk {walked}.")
     return {
         "decoded_acceptance_length": report.acceptance_length,
@@ -211,32 +525,6 @@ def decode(study: Study, arguments: StudyArguments) -> dict[str, Any]:
         "lossless": report.lossless,
         "speedup": report.tokens_per_second / report.plain_tokens_per_second,
     }
-
-
-def read_results(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def refuse_other_studies(output_dir: Path, done: list[dict[str, Any]], shared: dict[str, Any]) -> None:
-    """End where a folder's runs are of another drafter or other data, and would be taken for those asked for."""
-    for result in done:
-        # Files of earlier versions do not say it.
-        theirs = result.get("shared", shared)
-        others = [f"{name} {theirs[name]} (now {value})" for name, value in shared.items() if theirs[name] != value]
-        if others:
-            raise SystemExit(
-                f"The runs in {output_dir} have {', '.join(others)}. Give another --output_dir, or the same options."
-            )
-
-
-def key_of(result: dict[str, Any]) -> str:
-    return f"{result['name']}-s{result['seed']}-{result['steps']}"
-
-
-def expected_seconds(run: Run, done: list[dict[str, Any]]) -> float:
-    """By the slowest run so far, with time for the walks and a compilation; 0 before there is one."""
-    slowest = max((result["seconds_per_step"] for result in done), default=0.0)
-    return 0.0 if not done else slowest * run.steps + OTHER_SECONDS
 
 
 if __name__ == "__main__":

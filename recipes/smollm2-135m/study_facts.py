@@ -12,21 +12,10 @@ SAME = ("objective", "learning_rate", "muon", "weight_decay", "max_grad_norm", "
 
 
 def study_recipe(run: dict[str, Any]) -> dict[str, Any]:
-    """A run of the study as arguments of the trainer.
-
-    Args:
-        run: Its line in results.jsonl.
-    """
+    """A run of the study (its line in results.jsonl) as arguments of the trainer."""
     return {name: run[name] for name in SAME} | {"max_steps": run["steps"], "max_length": run["row_length"]}
 
 
 def study_facts(run: dict[str, Any]) -> dict[str, Any]:
-    """What `training.json` beside the drafter of a run says, for its card and for those who train it further.
-
-    Args:
-        run: Its line in results.jsonl.
-    """
+    """What `training.json` beside the drafter of a run says, for its card and for those who train it further."""
     return {"format": FORMAT, "target": TARGET, "recipe": differing_arguments(study_recipe(run))}
-
-
-__all__ = ["study_facts", "study_recipe"]

@@ -8,12 +8,15 @@ Several files are joined, so that runs spread over calls or machines stand in on
 
 import json
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import HfArgumentParser
+
+from dflash_hf.cli import parse_config
 
 
 BASELINE = "dpace"
@@ -32,8 +35,8 @@ class ReportArguments:
     curve: str | None = field(default=None, metadata={"help": "Run whose tau over budgets is plotted and fitted."})
 
 
-def main() -> None:
-    arguments = HfArgumentParser(ReportArguments).parse_args_into_dataclasses()[0]
+def main(argv: list[str] | None = None) -> None:
+    (arguments,) = parse_config(ReportArguments, argv, description=(__doc__ or "").split("\n")[0])
     results = [json.loads(line) for name in arguments.files for line in Path(name).read_text().splitlines()]
     write_report(results, Path(arguments.output_dir))
     print((Path(arguments.output_dir) / "table.md").read_text())
@@ -119,7 +122,12 @@ def learning_curve(results: list[dict[str, Any]], name: str, path: Path) -> dict
     fits = {"line": intercept + slope * np.log2(more)}
     if num_budgets > 2:
         fits["saturating"] = saturating_fit(tokens, taus, more)
-    plot_curve(name, tokens, taus, more, fits, path)
+    with figure(path, 1, (6, 4)) as (axes,):
+        axes.plot(tokens, taus, "o")
+        for label, values in fits.items():
+            axes.plot(more, values, "--", label=label)
+        axes.set(xscale="log", xlabel="training tokens", ylabel="acceptance length", title=name)
+        axes.legend()
     expected = {label: float(values[-1]) for label, values in fits.items()}
     curve = {"name": name, "runs": len(runs), "tokens": tokens.tolist(), "acceptance_length": taus.tolist()}
     curve |= {"per_doubling": float(slope), "expected_tokens": float(more[-1]), "expected": expected}
@@ -142,56 +150,41 @@ def saturating_fit(tokens: np.ndarray, taus: np.ndarray, more: np.ndarray) -> np
     return min(map(fit, np.geomspace(0.01, 4.0, 400)), key=lambda result: result[0])[1]
 
 
-def plot_curve(
-    name: str, tokens: np.ndarray, taus: np.ndarray, more: np.ndarray, fits: dict[str, np.ndarray], path: Path
-) -> None:
-    """A dot for each run, a line for each fit."""
-    pyplot = headless_pyplot()
-    figure, axes = pyplot.subplots(figsize=(6, 4))
-    axes.plot(tokens, taus, "o")
-    for label, values in fits.items():
-        axes.plot(more, values, "--", label=label)
-    axes.set(xscale="log", xlabel="training tokens", ylabel="acceptance length", title=name)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+def plot(results: list[dict[str, Any]], path: Path) -> None:
+    """Acceptance length over steps, and at the end by run with every seed a dot."""
+    groups = grouped(results)
+    drawn: Counter[int] = Counter()
+    with figure(path, 2, (13, max(4, 0.28 * len(groups) + 1.5))) as (left, right):
+        for place, ((name, steps), group) in enumerate(groups.items()):
+            points = sorted(group[0]["acceptance_length"], key=int)
+            taus = [mean(result["acceptance_length"][point] for result in group) for point in points]
+            named = name == BASELINE or drawn[steps] < NAMED_RUNS
+            drawn[steps] += 1
+            style = {"label": f"{name}, {steps}", "zorder": 3} if named else {"color": "0.85"}
+            left.plot([int(point) for point in points], taus, marker=".", **style)
+            ends = [final_tau(result) for result in group]
+            right.barh(place, mean(ends), color="tab:red" if name == BASELINE else "tab:blue", alpha=0.5)
+            right.plot(ends, [place] * len(ends), "k.", markersize=4)
+        left.set(xlabel="step", ylabel="acceptance length", xscale="log")
+        left.legend(fontsize=8)
+        right.set(xlabel="acceptance length after all steps", xlim=(1, None))
+        right.set_yticks(range(len(groups)), [f"{name}, {steps}" for name, steps in groups], fontsize=7)
+        right.invert_yaxis()
 
 
-def headless_pyplot() -> Any:
+@contextmanager
+def figure(path: Path, columns: int, size: tuple[float, float]) -> Iterator[list[Any]]:
+    """Axes beside each other, which are written as a picture in the end; no screen is needed."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    return pyplot
-
-
-def plot(results: list[dict[str, Any]], path: Path) -> None:
-    """Acceptance length over steps, and at the end by run with every seed a dot."""
-    pyplot = headless_pyplot()
-    groups = grouped(results)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, max(4, 0.28 * len(groups) + 1.5)))
-    drawn: Counter[int] = Counter()
-    for (name, steps), group in groups.items():
-        points = sorted(group[0]["acceptance_length"], key=int)
-        taus = [mean(result["acceptance_length"][point] for result in group) for point in points]
-        named = name == BASELINE or drawn[steps] < NAMED_RUNS
-        drawn[steps] += 1
-        style = {"label": f"{name}, {steps}", "zorder": 3} if named else {"color": "0.85"}
-        left.plot([int(point) for point in points], taus, marker=".", **style)
-    left.set(xlabel="step", ylabel="acceptance length", xscale="log")
-    left.legend(fontsize=8)
-    for place, ((name, _), group) in enumerate(groups.items()):
-        taus = [final_tau(result) for result in group]
-        right.barh(place, mean(taus), color="tab:red" if name == BASELINE else "tab:blue", alpha=0.5)
-        right.plot(taus, [place] * len(taus), "k.", markersize=4)
-    right.set(xlabel="acceptance length after all steps", xlim=(1, None))
-    right.set_yticks(range(len(groups)), [f"{name}, {steps}" for name, steps in groups], fontsize=7)
-    right.invert_yaxis()
-    figure.tight_layout()
-    figure.savefig(path, dpi=80)
-    pyplot.close(figure)
+    drawn, axes = pyplot.subplots(1, columns, figsize=size, squeeze=False)
+    yield list(axes[0])
+    drawn.tight_layout()
+    drawn.savefig(path, dpi=80 if columns > 1 else 120)
+    pyplot.close(drawn)
 
 
 if __name__ == "__main__":
