@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -19,7 +20,14 @@ from accelerate.hooks import remove_hook_from_module
 from huggingface_hub import ResolvedRevision
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.hub import resolve_revision
 
 from .configuration_dflash import DFlashDraftConfig
@@ -725,3 +733,41 @@ def synthetic_documents(
     ids = torch.randint(0, vocab_size - 1, (count, length), generator=generator)
     ids += ids >= mask_token_id
     return [{"input_ids": row.tolist(), "supervised_spans": [[length // 16, length]]} for row in ids]
+
+
+# Of the published drafters, by the target's model type and vocabulary.
+KNOWN_MASK_TOKENS = {
+    ("qwen3", 151936): 151669,
+    ("qwen3_moe", 151936): 151669,
+    ("qwen3_5_text", 248320): 248070,
+    ("qwen3_5_moe_text", 248320): 248070,
+}
+RESERVED_TOKEN = re.compile(
+    r"[<\[]\|?(?:reserved|unused|extra|control|special|dummy|placeholder)\w*?\d+\|?[>\]]", re.IGNORECASE
+)
+
+
+def mask_token_for(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> int:
+    """A token id that texts never hold, for the slots to be drafted: the published one, a reserved one, a padding row.
+
+    `config` is the target's text configuration. Without such an id a ValueError names special tokens that may serve.
+    """
+    if (known := KNOWN_MASK_TOKENS.get((config.model_type, config.vocab_size))) is not None:
+        return known
+    vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
+    template = "" if tokenizer is None else str(tokenizer.chat_template)
+    reserved = [i for token, i in vocabulary.items() if RESERVED_TOKEN.fullmatch(token) and token not in template]
+    taken = set(vocabulary.values())
+    padding = (i for i in range(config.vocab_size) if i not in taken)
+    found = min((i for i in reserved if i < config.vocab_size), default=next(padding, None))
+    if found is not None:
+        logger.warning(f"Slots to be drafted hold token {found}, which {config.model_type} reserves (mask_token_id).")
+        return found
+    assert tokenizer is not None  # without one every row is free
+    used = {tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token, tokenizer.unk_token}
+    added = {i: str(token) for i, token in sorted(tokenizer.added_tokens_decoder.items())}
+    special = [f"{i} ({token})" for i, token in added.items() if token not in used and token not in template]
+    raise ValueError(
+        "The target's tokenizer reserves no token and its embedding has no free row for the slots to be drafted. Give "
+        f"--mask_token_id, a special token that your texts never hold, such as {', '.join(special[-3:])}."
+    )
