@@ -30,13 +30,7 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.hub import extract_commit_hash
 
-from .checkpoint_files import (
-    WEIGHT_DTYPES,
-    fetch_checkpoint,
-    read_tensor_headers,
-    refuse_adapter,
-    state_dict_headers,
-)
+from .checkpoint_files import WEIGHT_DTYPES, fetch_checkpoint, read_tensor_headers, refuse_adapter, state_dict_headers
 from .checkpoint_format import checkpoint_problems, field_problems, refuse, tensor_problems
 from .configuration_dflash import DFlashDraftConfig
 from .masking import (
@@ -60,10 +54,7 @@ _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 def _checked_config(path: str, config: Any, kwargs: dict[str, Any]) -> tuple[DFlashDraftConfig, torch.dtype]:
     """The configuration to build a drafter from and the dtype of its tensors, after the checkpoint was checked.
 
-    Args:
-        path: Local folder or repository id.
-        config: A configuration to use instead of `config.json`, a path to one, or None.
-        kwargs: Of `from_pretrained`; fields of the configuration are taken out.
+    `config` is one to use instead of `config.json`, a path to one, or None; its fields are taken out of `kwargs`.
     """
     folder = fetch_checkpoint(path, **{n: kwargs[n] for n in _DOWNLOAD_ARGUMENTS if kwargs.get(n) is not None})
     refuse_adapter(folder)
@@ -100,8 +91,8 @@ def _unwrapped(state_dict: dict[str, torch.Tensor], dtype: torch.dtype | None) -
         return named
     if not isinstance(dtype, torch.dtype) or str(dtype).removeprefix("torch.") not in WEIGHT_DTYPES.values():
         raise ValueError(
-            f"dtype is {dtype!r}: expected torch.bfloat16, torch.float16 or torch.float32, the dtypes that every "
-            "reader of a drafter takes. Pass one of them, or leave it out to keep what is held."
+            f"dtype is {dtype!r}: readers of a drafter take torch.bfloat16, torch.float16 and torch.float32. Leave it "
+            "out to keep what is held."
         )
     # The copy goes to the CPU: during training the device has no room for it.
     return {name: t if t.is_meta else t.detach().to("cpu", dtype) for name, t in named.items()}
@@ -284,9 +275,6 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
             **kwargs: As for [`~transformers.PreTrainedModel.from_pretrained`]. `dtype` is that of the stored tensors
                 by default, whatever `config.json` says; fields of the configuration override it.
 
-        Returns:
-            The drafter in eval mode (and the loading report, with `output_loading_info=True`).
-
         Raises:
             OSError: The folder or repository cannot be read.
             ValueError: With everything that is wrong with the checkpoint, one a line, before a weight is loaded.
@@ -341,13 +329,9 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
     def push_to_hub(  # type: ignore[override]
         self, repo_id: str, dtype: torch.dtype | None = torch.bfloat16, **kwargs
     ) -> str:
-        """Publish the drafter, in bf16 by default, with its card, in one commit; needs dflash_hf.
+        """Publish the drafter as `OWNER/NAME`, in bf16 by default, with its card, in one commit; needs dflash_hf.
 
-        Args:
-            repo_id: Repository on the Hub, "OWNER/NAME".
-            dtype (`torch.dtype`, *optional*): As for [`save_pretrained`].
-            **kwargs: As for [`publishing.push_drafter`], such as `private`, `revision`, `commit_message`,
-                `tag`, `token` and `options`.
+        `kwargs` are those of [`publishing.push_drafter`], such as `private`, `revision`, `token` and `options`.
         """
         if DFlashDraftModel.publisher is None:
             raise ImportError("Publishing a drafter needs dflash_hf: load it with dflash_hf.DFlashDraftModel.")

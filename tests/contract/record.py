@@ -47,8 +47,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE.parent))
 
-from published import PUBLISHED, small, write_folder  # noqa: E402 (in tests/, which is no package)
-from test_validation import CONFIG, EXAMPLES, GOOD, UNREADABLE, write, zlab_tensors  # noqa: E402
+from examples import CONFIG, EXAMPLES, GOOD, UNREADABLE, write, zlab_tensors  # noqa: E402 (in tests/)
+from published import PUBLISHED, small, write_folder  # noqa: E402
 from tiny import MASK_TOKEN_ID, byte_tokenizer, dense_target, hybrid_target, llama_target  # noqa: E402
 
 from dflash_hf import (  # noqa: E402
