@@ -74,16 +74,6 @@ def _checked_config(path: str, config: Any, kwargs: dict[str, Any]) -> tuple[DFl
     return config, getattr(torch, WEIGHT_DTYPES[stored])
 
 
-def _check_state_dict(config: DFlashDraftConfig, state_dict: dict[str, torch.Tensor], headline: str) -> None:
-    """Check the tensors of a model as those of a file are checked."""
-    offloaded = [
-        f"{name} is not in memory: its device map offloads it. Move the whole drafter to one device first."
-        for name, tensor in state_dict.items()
-        if tensor.is_meta
-    ]
-    refuse(headline, offloaded or tensor_problems(vars(config), state_dict_headers(state_dict)))
-
-
 def _unwrapped(state_dict: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """Names as in a published drafter, and tensors in the dtype asked for; None keeps the one that is held."""
     named = {".".join(p for p in name.split(".") if p not in _WRAPPERS): t for name, t in state_dict.items()}
@@ -95,7 +85,7 @@ def _unwrapped(state_dict: dict[str, torch.Tensor], dtype: torch.dtype | None) -
             "out to keep what is held."
         )
     # The copy goes to the CPU: during training the device has no room for it.
-    return {name: t if t.is_meta else t.detach().to("cpu", dtype) for name, t in named.items()}
+    return {name: t.detach().to("cpu", dtype) for name, t in named.items()}
 
 
 def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -284,7 +274,8 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         with_info = kwargs.pop("output_loading_info", False)
         if path is None:
             config = DFlashDraftConfig.from_base_config(config)
-            _check_state_dict(config, kwargs["state_dict"], "state_dict is not that of a drafter")
+            problems = tensor_problems(vars(config), state_dict_headers(kwargs["state_dict"]))
+            refuse("state_dict is not that of a drafter", problems)
             stored = next(iter(kwargs["state_dict"].values())).dtype
         else:
             config, stored = _checked_config(path, config, kwargs)
@@ -340,9 +331,9 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
     def _exported(self, dtype: torch.dtype | None, state_dict: dict[str, torch.Tensor] | None) -> "DFlashDraftModel":
         """A drafter that holds the tensors to be written, so that what is saved and what is said of it agree."""
         tensors = _unwrapped(self.state_dict() if state_dict is None else state_dict, dtype)
-        _check_state_dict(self.config, tensors, "The drafter cannot be saved")
         config = copy.deepcopy(self.config)
-        refuse("The drafter cannot be saved, its configuration was changed", field_problems(vars(config)))
+        problems = [*tensor_problems(vars(config), state_dict_headers(tensors)), *field_problems(vars(config))]
+        refuse("The drafter cannot be saved", problems)
         # What it was read with may name files that are not written.
         config.auto_map = None
         with torch.device("meta"):

@@ -9,42 +9,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from published import FULL, QWEN36_27B, SLIDING, small_tensors
 from safetensors.torch import save_file
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 # The layout of z-lab/Qwen3.6-27B-DFlash at small sizes.
 CONFIG = {
-    "architectures": ["DFlashDraftModel"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
+    **{name: value for name, value in QWEN36_27B.items() if name != "auto_map"},
     "block_size": 4,
-    "bos_token_id": None,
     "dflash_config": {"mask_token_id": 90, "target_layer_ids": [1, 3]},
-    "dtype": "bfloat16",
     "eos_token_id": 98,
     "head_dim": 8,
-    "hidden_act": "silu",
     "hidden_size": 16,
-    "initializer_range": 0.02,
     "intermediate_size": 24,
     "layer_types": [SLIDING, FULL],
-    "max_position_embeddings": 40960,
     "max_window_layers": 2,
-    "model_type": "qwen3",
     "num_attention_heads": 4,
     "num_hidden_layers": 2,
     "num_key_value_heads": 2,
     "num_target_layers": 6,
     "pad_token_id": 98,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 10000000,
     "sliding_window": 8,
-    "tie_word_embeddings": False,
-    "transformers_version": "5.5.3",
-    "use_cache": True,
-    "use_sliding_window": True,
     "vocab_size": 100,
 }
 ROPE = {"rope_type": "default", "rope_theta": 10000000}
@@ -53,18 +38,8 @@ GPT_OSS = {"model_type": "gpt_oss", "rope_parameters": ROPE}
 
 
 def zlab_tensors(bias: bool = False, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    """The tensors of `CONFIG`, written down apart from the package's own list of them."""
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (16, 32), "hidden_norm.weight": (16,), "norm.weight": (16,)}
-    for layer in ("layers.0.", "layers.1."):
-        shapes |= {f"{layer}{name}_layernorm.weight": (16,) for name in ("input", "post_attention")}
-        shapes |= {f"{layer}mlp.{name}_proj.weight": (24, 16) for name in ("gate", "up")}
-        shapes |= {f"{layer}mlp.down_proj.weight": (16, 24)}
-        for name, rows in {"q": 32, "k": 16, "v": 16, "o": 16}.items():
-            shapes[f"{layer}self_attn.{name}_proj.weight"] = (rows, 32 if name == "o" else 16)
-            if bias:
-                shapes[f"{layer}self_attn.{name}_proj.bias"] = (rows,)
-        shapes |= {f"{layer}self_attn.{name}_norm.weight": (8,) for name in "qk"}
-    return {name: torch.ones(shape, dtype=dtype) for name, shape in shapes.items()}
+    """The tensors of `CONFIG`."""
+    return small_tensors({**CONFIG, "attention_bias": bias}, dtype)
 
 
 def write(folder: Path, config=None, tensors=None) -> Path:
@@ -260,83 +235,45 @@ GOOD = {
 }
 
 
-def no_folder(folder):
-    return folder / "missing"
+def cut(folder: Path, kept: int) -> None:
+    """Keep the first bytes of the weights."""
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
 
 
-def a_file(folder):
-    return folder / "config.json"
-
-
-def no_config(folder):
-    (folder / "config.json").unlink()
-
-
-def broken_json(folder):
-    (folder / "config.json").write_text('{"block_size": 16,')
-
-
-def json_list(folder):
-    (folder / "config.json").write_text("[]")
-
-
-def not_text(folder):
-    (folder / "config.json").write_bytes(b"\xff\xfe\x00")
-
-
-def no_weights(folder):
-    (folder / "model.safetensors").unlink()
-
-
-def pickled(folder):
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
-def truncated(folder):
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
-
-
-def truncated_header(folder):
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[:30])
-
-
-def empty_weights(folder):
-    (folder / "model.safetensors").write_bytes(b"")
-
-
-def lost_shard(folder):
-    tensors = zlab_tensors()
-    names = list(tensors)
+def lose_a_shard(folder: Path) -> None:
+    names, tensors = [*zlab_tensors()], zlab_tensors()
     (folder / "model.safetensors").unlink()
     save_file({name: tensors[name] for name in names[:9]}, folder / "model-00001-of-00002.safetensors")
     shards = {n: f"model-0000{1 if n in names[:9] else 2}-of-00002.safetensors" for n in names}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    (folder / INDEX).write_text(json.dumps({"weight_map": shards}))
 
 
-def broken_index(folder):
-    (folder / "model.safetensors.index.json").write_text("{")
-
-
-def index_of_another_kind(folder):
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": []}')
-
-
-# What spoils a folder, giving what to validate in its place if anything -> the rule that tells, and a name it holds.
+INDEX = "model.safetensors.index.json"
+# What spoils a folder, giving a path to validate in its place or not; the rule that tells; a name that it tells.
 UNREADABLE = {
-    no_folder: ("folder", "missing"),
-    a_file: ("folder", "config.json"),
-    no_config: ("config_file", "config.json"),
-    broken_json: ("config_file", "config.json"),
-    json_list: ("config_file", "list"),
-    not_text: ("config_file", "config.json"),
-    no_weights: ("weights_file", "safetensors"),
-    pickled: ("weights_file", "pytorch_model.bin"),
-    truncated: ("weights_file", "model.safetensors"),
-    truncated_header: ("weights_file", "model.safetensors"),
-    empty_weights: ("weights_file", "model.safetensors"),
-    lost_shard: ("weights_file", "model-00002-of-00002.safetensors"),
-    broken_index: ("weights_file", "index.json"),
-    index_of_another_kind: ("weights_file", "index.json"),
+    "no_folder": (lambda folder: folder / "missing", "folder", "missing"),
+    "a_file": (lambda folder: folder / "config.json", "folder", "config.json"),
+    "no_config": (lambda folder: (folder / "config.json").unlink(), "config_file", "config.json"),
+    "broken_json": (lambda f: (f / "config.json").write_text('{"block_size": 16,'), "config_file", "config.json"),
+    "json_list": (lambda folder: (folder / "config.json").write_text("[]"), "config_file", "list"),
+    "not_text": (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe\x00"), "config_file", "config.json"),
+    "no_weights": (lambda folder: (folder / "model.safetensors").unlink(), "weights_file", "safetensors"),
+    "pickled": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+        "weights_file",
+        "pytorch_model.bin",
+    ),
+    "truncated": (lambda folder: cut(folder, 6000), "weights_file", "model.safetensors"),
+    "truncated_header": (lambda folder: cut(folder, 30), "weights_file", "model.safetensors"),
+    "empty_weights": (lambda folder: cut(folder, 0), "weights_file", "model.safetensors"),
+    "lost_shard": (lose_a_shard, "weights_file", "model-00002-of-00002.safetensors"),
+    "broken_index": (lambda folder: (folder / INDEX).write_text("{"), "weights_file", INDEX),
+    "index_of_another_kind": (lambda f: (f / INDEX).write_text('{"weight_map": []}'), "weights_file", INDEX),
 }
+
+
+def unreadable(name: str, folder: Path) -> Path:
+    """A folder that cannot be read, or what is given in its place."""
+    other = UNREADABLE[name][0](write(folder, CONFIG, zlab_tensors()))
+    return other if UNREADABLE[name][1] == "folder" else folder

@@ -166,6 +166,8 @@ def test_md6_both_spellings_are_written_in_full(tmp_path, name):
     saved = json.loads((tmp_path / "config.json").read_text())
     theta = PUBLISHED[name].get("rope_theta") or PUBLISHED[name]["rope_parameters"]["rope_theta"]
     assert saved["rope_theta"] == saved["rope_parameters"]["rope_theta"] == theta
+    # Null would give a foreign type its own scaling.
+    assert saved["rope_scaling"] == (None if saved["model_type"] == "qwen3" else {"rope_type": "default"})
     assert saved["block_size"] == saved["dflash_config"]["block_size"]
     assert saved["architectures"] == ["DFlashDraftModel"] and saved["use_cache"] is True
     assert "_name_or_path" not in saved

@@ -14,7 +14,7 @@ import pytest
 import torch
 from naive import naive_drafter, oracle_forward, pack_rows, packed_forward, random_drafter, random_inputs
 from published import FULL, GPT_OSS_20B, PUBLISHED, QWEN3_8B, QWEN36_27B, SLIDING, inputs_for, small, write_folder
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from tiny import dense_target, llama_target, refused, tiny_drafter
 from transformers import Qwen3Config
 from transformers.cache_utils import DFlashCache
@@ -256,54 +256,29 @@ def reference() -> ModuleType:
     return module
 
 
-def reference_drafter(reference, drafter):
-    """The reference's model with the same weights, configured in the published spelling and by nothing of ours."""
-    ours = drafter.config
-    same = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    same += ("head_dim", "vocab_size", "rms_norm_eps", "attention_bias", "sliding_window", "num_target_layers")
-    config = Qwen3Config(
-        **{name: vars(ours)[name] for name in (*same, "block_size", "is_causal")},
-        layer_types=list(ours.layer_types),
-        use_sliding_window=SLIDING in ours.layer_types,
-        rope_parameters={"rope_type": "default", "rope_theta": ours.rope_parameters["rope_theta"]},
-        dflash_config={"target_layer_ids": ours.target_layer_ids, "mask_token_id": ours.mask_token_id},
-    )
-    model = reference.DFlashDraftModel(config).eval()
-    model.load_state_dict(drafter.state_dict(), strict=True)
-    return model
-
-
 @pytest.mark.parametrize("fields", DRAFTERS.values(), ids=DRAFTERS)
-def test_hidden_states_equal_the_references(reference, fields):
+def test_hidden_states_and_gradients_equal_the_references(reference, tmp_path, fields):
     """All blocks of packed documents in one forward of ours against one block at a time of the reference's."""
     drafter = random_drafter(**fields)
-    theirs = reference_drafter(reference, drafter)
+    drafter.save_pretrained(tmp_path)
+    theirs = reference.DFlashDraftModel.from_pretrained(tmp_path).eval()
     rows = pack_rows([[(21, [1, 3, 8, 20]), (9, [4])], [(13, [6, 12])]], padding=2, unused=1)
     noise, context = random_inputs(drafter, rows)
-    with torch.no_grad():
-        packed = packed_forward(drafter, rows, noise, context)
-        for row, index, start, anchor in rows.blocks:
-            slots = slice(index * 4, index * 4 + 4)
-            block, taps = noise[row : row + 1, slots], context[row : row + 1, start : start + anchor]
-            positions = torch.arange(anchor + 4)[None]
-            expected = theirs(noise_embedding=block, target_hidden=taps, position_ids=positions)
-            assert_close(packed[row : row + 1, slots], expected)
-            assert_close(drafter(block, taps).last_hidden_state, expected)
-
-
-@pytest.mark.parametrize("fields", DRAFTERS.values(), ids=DRAFTERS)
-def test_gradients_equal_the_references(reference, fields):
-    drafter = random_drafter(**fields)
-    theirs = reference_drafter(reference, drafter)
-    rows = pack_rows([[(15, [9])]])
-    noise, context = random_inputs(drafter, rows)
-    packed_forward(drafter, rows, noise, context).pow(3).mean().backward()
-    hidden = theirs(noise_embedding=noise, target_hidden=context[:, :9], position_ids=torch.arange(13)[None])
-    hidden.pow(3).mean().backward()
+    packed = packed_forward(drafter, rows, noise, context)
+    losses = [0.0, 0.0]
+    for row, index, start, anchor in rows.blocks:
+        slots = slice(index * 4, index * 4 + 4)
+        block, taps = noise[row : row + 1, slots], context[row : row + 1, start : start + anchor]
+        expected = theirs(noise_embedding=block, target_hidden=taps, position_ids=torch.arange(anchor + 4)[None])
+        assert_close(packed[row : row + 1, slots], expected)
+        assert_close(drafter(block, taps).last_hidden_state, expected)
+        losses = [losses[0] + packed[row, slots].pow(3).mean(), losses[1] + expected.pow(3).mean()]
+    for loss in losses:
+        loss.backward()
     expected = dict(theirs.named_parameters())
     for name, parameter in drafter.named_parameters():
         assert expected[name].grad.abs().max() > 0
-        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=0, atol=1e-5)
+        assert_close(parameter.grad, expected[name].grad)
 
 
 # The window is shorter than the prompt, so that it hides something from the first block on.
@@ -385,27 +360,6 @@ def test_a_saved_folder_drafts_the_same_in_the_reference_and_in_generate(
         torch.testing.assert_close(our["hidden"], their["hidden"], rtol=0, atol=5e-5)
 
 
-@pytest.mark.parametrize("name", ["all_causal", "all_bidirectional", "full_made_causal"])
-def test_the_reference_follows_the_saved_causality(reference, tmp_path, name):
-    """Without `is_causal` in the file the reference computes something else, so the test above sees it."""
-    target = dense_target()
-    saved_drafter(target, tmp_path, **SAVED[name])
-    prompt, greedy, stop = prompt_and_answer(target)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
-    assert config["is_causal"] is SAVED[name]["is_causal"]
-    rounds: dict[str, list[dict]] = {"with": [], "without": []}
-    for kind in rounds:
-        theirs = reference.DFlashDraftModel.from_pretrained(tmp_path).eval()
-        theirs.forward = oracle_forward(theirs, target, greedy, [1, 2], rounds[kind], states_of=lambda output: output)
-        theirs.spec_generate(target, prompt, max_new_tokens=20, stop_token_ids=[stop])
-        path.write_text(json.dumps({k: v for k, v in config.items() if k != "is_causal"}))
-    with torch.inference_mode():
-        gap = (rounds["with"][0]["hidden"] - rounds["without"][0]["hidden"]).abs().max().item()
-    # The test above compares to 5e-5.
-    assert gap > 1e-3
-
-
 @pytest.mark.parametrize("make_target", TARGETS.values(), ids=TARGETS)
 @pytest.mark.parametrize("fields", [{}, {**MIX, "layer_types": QWEN36}], ids=["full", "qwen36_mix"])
 @pytest.mark.parametrize("prompt_length", [2, 17])
@@ -448,14 +402,10 @@ def read_json(folder):
     return json.loads((folder / "config.json").read_text())
 
 
-def raw_tensors(folder):
-    """Every tensor of a folder as (dtype, shape, bytes)."""
-    tensors = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        for name, tensor in load_file(path).items():
-            flat = tensor.contiguous().view(torch.uint8).flatten()
-            tensors[name] = (tensor.dtype, tuple(tensor.shape), bytes(flat.tolist()))
-    return tensors
+def same_tensors(tensors, others):
+    """Equal in names, dtypes, shapes and values."""
+    same = tensors.keys() == others.keys()
+    return same and all(t.dtype == others[n].dtype and torch.equal(t, others[n]) for n, t in tensors.items())
 
 
 def drafter_of(config=QWEN3_8B):
@@ -476,46 +426,27 @@ def test_md6_a_published_folder_is_saved_as_it_was_read(tmp_path, name):
             assert saved["dtype"] == value
         elif field not in NOT_READ:
             assert saved[field] == value, field
-    assert raw_tensors(tmp_path / "saved") == raw_tensors(source)
+    files = [load_file(folder / "model.safetensors") for folder in (tmp_path / "saved", source)]
+    assert same_tensors(*files)
     DFlashDraftModel.from_pretrained(tmp_path / "saved").save_pretrained(tmp_path / "again")
     for path in (tmp_path / "saved").iterdir():
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("name", "num_tensors", "num_parameters"),
-    [("qwen3.6-27b", 58, 1_730_213_120), ("six_layers_eight_taps", 69, None), ("gpt-oss-20b", 123, None)],
-)
-def test_full_size_on_the_meta_device(name, num_tensors, num_parameters):
-    with torch.device("meta"):
-        drafter = DFlashDraftModel(DFlashDraftConfig.from_dict(copy.deepcopy(PUBLISHED[name])))
-    assert len(drafter.state_dict()) == num_tensors
-    assert num_parameters is None or drafter.num_parameters() == num_parameters
-
-
-def test_a_foreign_model_type_is_kept_and_its_rope_written_in_full(tmp_path, caplog):
-    source = write_folder(tmp_path / "published", small(GPT_OSS_20B))
-    drafter = DFlashDraftModel.from_pretrained(source)
-    assert drafter.layers[0].self_attn.o_proj.bias is not None
-    drafter.save_pretrained(tmp_path / "saved")
-    saved = read_json(tmp_path / "saved")
-    assert (saved["model_type"], saved["rope_scaling"]) == ("gpt_oss", {"rope_type": "default"})
-    assert not caplog.records
-    expected = 150000 ** -(torch.arange(0, 8, 2).float() / 8)
-    torch.testing.assert_close(drafter.rotary_emb.inv_freq, expected)
-
-
-def test_md6_the_frequencies_of_a_bf16_folder_are_those_of_fp32(tmp_path):
-    source = write_folder(tmp_path, small(QWEN36_27B))
-    drafter = drafter_of(QWEN36_27B)
-    expected = drafter.rotary_emb.inv_freq.clone()
+@pytest.mark.parametrize(("config", "base"), [(QWEN36_27B, 10000000), (GPT_OSS_20B, 150000)], ids=["qwen", "gpt_oss"])
+def test_md6_the_frequencies_of_a_bf16_folder_are_those_of_fp32(tmp_path, caplog, config, base):
+    """Also of a drafter whose model type has scaled RoPE by default."""
+    source = write_folder(tmp_path, small(config))
+    expected = base ** -(torch.arange(0, 8, 2).float() / 8)
     loaded = [
         DFlashDraftModel.from_pretrained(source, **kwargs)
         for kwargs in ({}, {"dtype": torch.float32}, {"dtype": "bfloat16"}, {"device_map": "cpu"})
     ]
+    drafter = drafter_of(config)
     for cast in (*loaded, drafter.to(torch.bfloat16), copy.deepcopy(drafter).float(), drafter.half()):
         assert cast.rotary_emb.inv_freq.dtype == torch.float32
-        assert torch.equal(cast.rotary_emb.inv_freq, expected)
+        torch.testing.assert_close(cast.rotary_emb.inv_freq, expected)
+    assert not caplog.records
 
 
 def test_a_state_dict_and_a_configuration_of_the_users_own(tmp_path):
@@ -599,9 +530,7 @@ def test_a_wrapper_leaves_no_prefix(tmp_path, wrap):
     names = drafter.state_dict() if state_dict is None else state_dict
     assert any("_orig_mod." in name or name.startswith("module.") for name in names)
     drafter.save_pretrained(tmp_path, state_dict=state_dict)
-    saved, expected = load_file(tmp_path / "model.safetensors"), drafter_of().state_dict()
-    assert saved.keys() == expected.keys()
-    assert all(torch.equal(saved[name], tensor) for name, tensor in expected.items())
+    assert same_tensors(load_file(tmp_path / "model.safetensors"), drafter_of().state_dict())
 
 
 def test_nothing_but_the_expected_tensors_is_saved(tmp_path):
@@ -617,8 +546,6 @@ def test_nothing_but_the_expected_tensors_is_saved(tmp_path):
     drafter.norm.to(torch.bfloat16)
     with refused(ValueError, "dtypes", "norm.weight"):
         drafter.save_pretrained(tmp_path)
-    with torch.device("meta"), refused(ValueError, "fc.weight", "offloads"):
-        drafter_of().save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
     drafter.save_pretrained(tmp_path, dtype=torch.bfloat16)
     drafter.config.mask_token_id = 10**6
@@ -632,8 +559,7 @@ def test_shards_are_read_back_and_their_index_does_not_outlive_them(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2 and index.exists()
     for _ in range(2):
-        loaded = DFlashDraftModel.from_pretrained(tmp_path).state_dict()
-        assert all(torch.equal(loaded[name], tensor) for name, tensor in drafter.state_dict().items())
+        assert same_tensors(DFlashDraftModel.from_pretrained(tmp_path).state_dict(), drafter.state_dict())
         drafter.save_pretrained(tmp_path)
     assert not index.exists()
 
@@ -649,8 +575,7 @@ def test_c2_pushing_uploads_one_finished_folder_in_bf16_by_default(tmp_path, mon
     )
     drafter.push_to_hub("me/drafter", **kwargs)
     assert json.loads(files["config.json"])["dtype"] == dtype
-    (tmp_path / "model.safetensors").write_bytes(files["model.safetensors"])
-    assert {str(d) for d, _, _ in raw_tensors(tmp_path).values()} == {f"torch.{dtype}"}
+    assert {str(tensor.dtype) for tensor in load(files["model.safetensors"]).values()} == {f"torch.{dtype}"}
     assert {"modeling_dflash.py", "configuration_dflash.py"} <= files.keys()
     assert drafter.dtype == torch.float32
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 import torch
-from examples import CONFIG, EXAMPLES, GOOD, NESTED, UNREADABLE, write, zlab_tensors
+from examples import CONFIG, EXAMPLES, GOOD, NESTED, UNREADABLE, unreadable, write, zlab_tensors
 from hub_server import Handler, HubServer, Repository
 from safetensors.torch import save_file
 from tiny import dense_target, refused, tiny_drafter
@@ -118,11 +118,10 @@ def test_all_problems_are_collected_at_once(tmp_path):
     }
 
 
-@pytest.mark.parametrize(("spoil", "expected"), UNREADABLE.items(), ids=lambda v: getattr(v, "__name__", None))
-def test_what_cannot_be_read_is_an_error_for_every_reader(spoil, expected, tmp_path, capsys):
-    folder = sound(tmp_path)
-    path = spoil(folder) or folder
-    rule, name = expected
+@pytest.mark.parametrize("example", UNREADABLE)
+def test_what_cannot_be_read_is_an_error_for_every_reader(example, tmp_path, capsys):
+    path = unreadable(example, tmp_path / "drafter")
+    _, rule, name = UNREADABLE[example]
     report = validate_checkpoint(path)
     assert [report.status(rule, reader) for reader in READERS] == ["error"] * 4
     assert name in report.findings(rule)[0].found
