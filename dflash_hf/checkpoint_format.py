@@ -257,8 +257,9 @@ _REMOVE = "Remove it if the drafter was trained without it; else use only reader
 
 
 def _field(name: str, value: Any, expected: str, why: str, *remedy_and_readers: Any) -> Finding:
-    """A finding on the value of one field, or on its absence."""
-    found = f"{name} is missing" if value is None else f"{name} is {_show(value)}"
+    """A finding on the value of a field, or on the absence of one or more."""
+    given = "missing" if value is None else _show(value)
+    found = f"{name} {'are' if ', ' in name else 'is'} {given}"
     return Finding(found, expected, why, *remedy_and_readers)
 
 
@@ -606,8 +607,8 @@ def _partly_read(checkpoint: Checkpoint) -> Said:
         for name, (neutral, applying, in_part) in PARTLY_READ.items():
             if fields.get(name) not in neutral:
                 reading = " and ".join((*applying, *(f"some releases of {reader}" for reader in in_part)))
-                why, expected = f"Only {reading} would apply it.", f"no such field, or {_show(neutral[-1])}"
-                errors = others(*applying, *in_part)
+                why = f"Only {reading} would apply it; the others ignore it without a word."
+                errors, expected = others(*applying, *in_part), f"no such field, or {_show(neutral[-1])}"
                 yield _field(f"{where}{name}", fields[name], expected, why, _REMOVE, errors, in_part)
 
 
