@@ -18,7 +18,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import list_repo_files, metadata_load, parse_safetensors_file_metadata, snapshot_download
+from huggingface_hub import (
+    list_repo_files,
+    metadata_load,
+    parse_safetensors_file_metadata,
+    snapshot_download,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import HFValidationError, HTTPError, SafetensorsParsingError
 from safetensors import safe_open
 from yaml import YAMLError
@@ -65,12 +71,16 @@ def _context_length(checkpoint: Checkpoint) -> Said:
 
 
 def _target_context(base_model: str | None) -> int | None:
-    """The number of positions of a target that lies in a local folder; None where it cannot be told."""
-    file = Path(base_model or "", "config.json")
+    """The number of positions of a target that lies in a folder or in the Hub's cache; None where it is not known."""
+    if base_model is None:
+        return None
     try:
-        config = json.loads(file.read_text(encoding="utf-8")) if base_model else {}
+        file: Any = Path(base_model, "config.json")
+        file = file if file.is_file() else try_to_load_from_cache(base_model, "config.json")
+        config = json.loads(Path(file).read_text(encoding="utf-8"))
         length = config.get("text_config", config).get("max_position_embeddings")
-    except (AttributeError, OSError, ValueError):
+    except (AttributeError, OSError, TypeError, ValueError):
+        # It is not here, or its configuration cannot be read.
         return None
     return length if isinstance(length, int) else None
 

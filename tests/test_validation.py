@@ -93,18 +93,21 @@ def test_folders_like_the_published_ones_have_no_error(fields, drop, tensors, tm
 
 
 @pytest.mark.parametrize("length", [64, 512, 2047, 2048, 8192])
-def test_n10_a_drafter_for_shorter_texts_than_its_target_reads_is_warned_of(length, tmp_path):
+def test_n10_a_drafter_for_shorter_texts_than_its_target_reads_is_warned_of(length, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     config = {**CONFIG, "max_position_embeddings": length}
     folder = write(tmp_path / "drafter", config, zlab_tensors())
     assert validate_checkpoint(folder).status("context_length", "vLLM") == ("warning" if length < 2048 else "ok")
     # A target that is here says how long its texts get.
-    for target in (dense_target().config, SimpleNamespace(to_dict=lambda: {"text_config": {}})):
-        (tmp_path / "target").mkdir(exist_ok=True)
-        (tmp_path / "target" / "config.json").write_text(json.dumps(target.to_dict(), default=str))
-        write(folder, {**config, "base_model": str(tmp_path / "target")})
-        needed = target.to_dict().get("max_position_embeddings", 2048)
-        report = validate_checkpoint(folder)
-        assert report.ok and bool(report.findings("context_length")) == (length < needed)
+    cached = tmp_path / "cache" / "models--org--target"
+    for name, place in ((tmp_path / "target", tmp_path / "target"), ("org/target", cached / "snapshots" / "abc")):
+        for fields, needed in (({"text_config": {"max_position_embeddings": 4096}}, 4096), ({"text_config": 0}, 2048)):
+            place.mkdir(parents=True, exist_ok=True)
+            (cached / "refs").mkdir(parents=True, exist_ok=True)
+            (cached / "refs" / "main").write_text("abc")
+            write(place, fields)
+            report = validate_checkpoint(write(folder, {**config, "base_model": str(name)}))
+            assert report.ok and bool(report.findings("context_length")) == (length < needed)
 
 
 def test_all_problems_are_collected_at_once(tmp_path):
