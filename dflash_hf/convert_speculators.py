@@ -34,12 +34,8 @@ _LAYER_FIELDS = (
 )
 # Copies of the target's tensors that only their training reads.
 _TRAINING_ONLY = ("verifier_norm.weight", "verifier_lm_head.weight")
-_OF_THE_TARGET = {
-    "embed_tokens.weight": "embeddings of the drafter's own",
-    "lm_head.weight": "a head of the drafter's own",
-    "t2d": "a map to a vocabulary of the drafter's own",
-    "d2t": "a map from a vocabulary of the drafter's own",
-}
+# Embeddings, head and vocabulary of the drafter's own.
+_OF_THE_TARGET = ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
 
 
 def convert_speculators(
@@ -110,10 +106,10 @@ def _problems(raw: dict[str, Any], names: list[str]) -> Iterator[object]:
                 "published layout uses the target's embeddings and head."
             )
         yield from (
-            f"{name} is {_OF_THE_TARGET[name]}, which the published layout takes from the target. If it is an "
-            "unchanged copy of the target's, save the checkpoint again without it."
-            for name in names
-            if name in _OF_THE_TARGET
+            f"{name} is the drafter's own, where the published layout has the target's. If it is an unchanged copy of "
+            "the target's, save the checkpoint again without it."
+            for name in _OF_THE_TARGET
+            if name in names
         )
 
 
