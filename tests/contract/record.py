@@ -47,8 +47,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE.parent))
 
-from published import PUBLISHED, small, write_folder  # noqa: E402 (in tests/, which is no package)
-from test_validation import CONFIG, EXAMPLES, GOOD, UNREADABLE, write, zlab_tensors  # noqa: E402
+from examples import CONFIG, EXAMPLES, GOOD, UNREADABLE, unreadable, write, zlab_tensors  # noqa: E402 (in tests/)
+from published import PUBLISHED, small, write_folder  # noqa: E402
 from tiny import MASK_TOKEN_ID, byte_tokenizer, dense_target, hybrid_target, llama_target  # noqa: E402
 
 from dflash_hf import (  # noqa: E402
@@ -379,9 +379,8 @@ def example_folders(folder: Path) -> Iterator[tuple[str, Path]]:
         yield f"good: {name}", write(folder / f"good-{k}", config, zlab_tensors(**tensors))
     for name, config in PUBLISHED.items():
         yield f"published: {name}", write_folder(folder / f"published-{name}", small(config))
-    for spoil in UNREADABLE:
-        path = write(folder / f"unreadable-{spoil.__name__}", CONFIG, zlab_tensors())
-        yield f"unreadable: {spoil.__name__}", spoil(path) or path
+    for name in UNREADABLE:
+        yield f"unreadable: {name}", unreadable(name, folder / f"unreadable-{name}")
 
 
 def flat(report: dict[str, Any]) -> dict[str, Any]:
