@@ -19,7 +19,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import fsspec
@@ -32,8 +31,7 @@ from transformers import PreTrainedTokenizerBase
 # --- Addresses of other machines, and what their file systems say, without the credentials that either may hold.
 
 
-# Here a name before an `@` is a key. Azure and SSH have a container or a user there, `hf://datasets/ORG/NAME@` a
-# revision.
+# Here a name before an `@` is a key; Azure has a container there, SSH a user, `hf://datasets/ORG/NAME@` a revision.
 KEY_PROTOCOLS = {"http", "https", "s3", "s3a", "gs", "gcs"}
 LOCAL_PROTOCOLS = {"file", "local", "memory"}
 # Where an address may hold credentials: `://name:password@` (a password may hold slashes) and `?signature=...`.
@@ -55,10 +53,7 @@ def check_address(address: str) -> None:
     refuse_credentials(address)
     protocol, _, rest = address.partition("://")
     if not is_remote(address) or address != address.strip() or not rest.strip("/"):
-        raise ValueError(
-            f"{address!r} is no address of checkpoints; expected one such as s3://bucket/run or file:///folder, "
-            "without spaces around it."
-        )
+        raise ValueError(f"{address!r} is not an address of checkpoints; give one such as s3://bucket/run.")
     fsspec.get_filesystem_class(protocol)
 
 
@@ -77,8 +72,8 @@ def refuse_credentials(address: str) -> None:
         has_query = "=" in query or ("?" in rest and protocol in ("http", "https"))
         if found and protocol not in LOCAL_PROTOCOLS and (has_password or has_key or has_query):
             raise ValueError(
-                f"The {protocol}:// address holds credentials or a query, which would be written into manifests and "
-                "messages. Put credentials into the environment or the configuration of the store's package."
+                f"The {protocol}:// address holds credentials or a query, which would be written into manifests. Put "
+                "credentials into the environment or the configuration of the store's package."
             )
 
 
@@ -130,7 +125,7 @@ def explained(address: str | os.PathLike, doing: str) -> Iterator[None]:
     except Exception as error:
         raise OSError(
             f"{doing} {address} failed ({describe(error)}). Check the address and the credentials in the environment "
-            "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS), or pass storage_options."
+            "(AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, ...), or pass storage_options."
         ) from error
 
 
@@ -148,8 +143,6 @@ KINDS = {"gz": "gzip", "zst": "zstd", "parquet": "Parquet"}
 WHOLE_BYTES = 16 * 2**20
 # Bytes of a line; a longer one, such as a whole file without line ends, is not held in memory.
 LARGEST_LINE = 2**28
-# Bytes of a list of rows, which is held in memory.
-LARGEST_LIST = 2**31
 
 
 def _shown(value: Any) -> str:
@@ -186,7 +179,7 @@ def list_files(
 
     Args:
         address: A file, a folder, or a pattern with `*`. A `.json` file is found by its name, or by a pattern that
-            ends so, and not in a folder. Pipes and devices are passed over: they cannot be read twice.
+            ends so, and not in a folder.
         storage_options: Arguments of the file system.
         recursive: Whether to look into folders of the folder.
 
@@ -203,21 +196,19 @@ def list_files(
         found = fs.glob(path, detail=True) if is_pattern else fs.find(path, detail=True, maxdepth=depth)
         # A local listing does not say what a link leads to.
         found = {name: fs.info(name) if info.get("islink") else info for name, info in found.items()}
+        # A pipe, which is of the type "other", cannot be read twice.
         found = {name: info for name, info in found.items() if info.get("type") not in ("directory", "other")}
         if not found and not fs.exists(path):
             raise FileNotFoundError(f"give a {' or '.join(NAMED_SUFFIXES)} file, or a folder of them")
     if list(found) == [path] and not path.endswith(NAMED_SUFFIXES):
-        raise ValueError(f"{address} ends in neither of {NAMED_SUFFIXES}, so its format is unknown.")
+        raise ValueError(f"{address} ends in none of {NAMED_SUFFIXES}, so its format is unknown.")
     suffixes = NAMED_SUFFIXES if is_pattern and path.endswith(NAMED_SUFFIXES) else SUFFIXES
-    names = [
-        name
-        for name in sorted(found)
-        if name == path or (name.endswith(suffixes) and not name.rpartition("/")[2].startswith("."))
-    ]
+    is_read = lambda name: name.endswith(suffixes) and not name.rpartition("/")[2].startswith(".")  # noqa: E731
+    names = [name for name in sorted(found) if name == path or is_read(name)]
     if not names:
         raise FileNotFoundError(
-            f"{address} holds no file that ends in one of {SUFFIXES}. A .json file is read where it is named, or all "
-            "of a folder by FOLDER/*.json. Pipes and devices are passed over: write their rows into a file."
+            f"{address} holds no file that ends in one of {SUFFIXES}. Name a .json file, or all of them by "
+            "FOLDER/*.json."
         )
     return [_source_file(fs, address, path, name, found[name]) for name in names]
 
@@ -269,11 +260,11 @@ def _opened(fs: fsspec.AbstractFileSystem, file: SourceFile) -> Any:
 
 def _rows(raw: Any, kind: str | None, is_json: bool) -> Iterator[dict | RowError | None]:
     """The rows of a file, None for a blank line."""
+    stream: gzip.GzipFile | io.BufferedReader
     if kind == "Parquet":
         for batch in pq.ParquetFile(raw).iter_batches(batch_size=128):
             yield from batch.to_pylist()
         return
-    stream: gzip.GzipFile | io.BufferedReader
     if kind == "gzip":
         stream = gzip.GzipFile(fileobj=raw)
     elif kind == "zstd":
@@ -291,7 +282,7 @@ def _json_lines(stream: Any) -> Iterator[dict | RowError | None]:
     """The row of each line of a binary stream; a line that is too long is an error."""
     while line := stream.readline(LARGEST_LINE):
         if len(line) < LARGEST_LINE or line.endswith(b"\n"):
-            yield _row_of(line) if line.strip() else None
+            yield _row(_parsed_json(line, "the line is not JSON")) if line.strip() else None
             continue
         while (rest := stream.readline(LARGEST_LINE)) and not rest.endswith(b"\n"):
             pass
@@ -303,52 +294,37 @@ def _json_items(stream: Any) -> Iterator[dict | RowError | None]:
     """The rows of a `.json` file: of one list, one object, or the lines that such a file may hold as well."""
     first = stream.readline(LARGEST_LINE)
     # Lines may be more than fit in memory.
-    if not first.lstrip().startswith(b"[") and isinstance(row := _row_of(first), dict):
+    if not first.lstrip().startswith(b"[") and isinstance(row := _parsed_json(first, ""), dict):
         yield row
         yield from _json_lines(stream)
         return
-    text = b"".join([first, *islice(iter(lambda: stream.read(2**20), b""), LARGEST_LIST >> 20)])
-    if stream.read(1):
-        what = f"the file is no JSON lines, and more than {LARGEST_LIST >> 20} MiB are not read at once"
-        yield RowError("list too long", f"{what}: write one object per line by {_jq(text)}: {_shown(text)}.")
-        return
-    rows = _parsed_json(text, "the file is no JSON list")
+    text = first + stream.read()
+    rows = _parsed_json(text, "the file is not a JSON list")
     if isinstance(rows, RowError) and not text.lstrip().startswith(b"["):
         yield from _json_lines(io.BytesIO(text))
-        return
-    for row in rows if isinstance(rows, list) else [rows]:
-        yield row if isinstance(row, dict | RowError) else _not_an_object(row, json.dumps(row))
+    else:
+        yield from map(_row, rows if isinstance(rows, list) else [rows])
 
 
-def _row_of(line: bytes) -> dict | RowError:
-    row = _parsed_json(line, "the line is not JSON", is_line=True)
-    return row if isinstance(row, dict | RowError) else _not_an_object(row, line)
+def _row(value: Any) -> dict | RowError:
+    if isinstance(value, dict | RowError):
+        return value
+    return RowError("not JSON", f"expected a JSON object, got {type(value).__name__}: {_shown(json.dumps(value))}.")
 
 
-def _not_an_object(row: Any, text: str | bytes) -> RowError:
-    hint = f" ({_jq(b'[')} writes one per line)" if isinstance(row, list) else ""
-    return RowError("not JSON", f"expected a JSON object, got {type(row).__name__}{hint}: {_shown(text)}.")
-
-
-def _parsed_json(text: bytes, what: str, is_line: bool = False) -> Any:
+def _parsed_json(text: bytes, what: str) -> Any:
     """What the JSON of a line or file holds, or the error, which begins with `what`, that keeps it from being read."""
     try:
         return json.loads(text)
-    except RecursionError as error:
-        return RowError("nested too deeply", f"{what}, nested too deeply to be read ({error}): {_shown(text)}.")
+    except RecursionError:
+        reason, said = "nested too deeply", "nested too deeply"
     except UnicodeDecodeError as error:
-        return RowError("not UTF-8", f"{what} in UTF-8 ({error}): {_shown(text)}.")
+        reason, said = "not UTF-8", f"not UTF-8: {error}"
     except json.JSONDecodeError as error:
-        # Of an object over several lines, a line is only the beginning.
-        is_part = error.msg == "Extra data" or (is_line and error.pos >= len(error.doc.rstrip()))
-        hint = f". Expected one whole object per line, which {_jq(text)} writes" if is_part else ""
-        return RowError("not JSON", f"{what} ({error}){hint}: {_shown(text)}.")
+        reason, said = "not JSON", f"{error}; expected one whole object per line"
     except ValueError as error:
-        return RowError("number too long", f"{what} ({error}): {_shown(text)}.")
-
-
-def _jq(text: bytes) -> str:
-    return "`jq -c '.[]' FILE`" if text.lstrip().startswith(b"[") else "`jq -c . FILE`"
+        reason, said = "number too long", str(error)
+    return RowError(reason, f"{what} ({said}): {_shown(text)}.")
 
 
 # --- Messages as they come from servers, files and Arrow become messages as a chat template takes them.

@@ -45,7 +45,7 @@ CONFIG = Path(__file__).resolve().parent / "qwen3.6-27b" / "config.yaml"
 class RecipeArguments:
     target: str = field(metadata={"help": "Hub id or folder of the target."})
     completions: str | None = field(
-        default=None, metadata={"help": "Documents of tokenize_completions.py, or JSON or Parquet of answered chats."}
+        default=None, metadata={"help": "Documents of dflash-hf tokenize, or JSON or Parquet of answered chats."}
     )
     eval_completions: str | None = field(
         default=None, metadata={"help": "Documents (their eval split) or chats to evaluate on."}

@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files and addresses to rows, and rows of many makes to the same chats, or to an error that names what is wrong."""
+
+import gzip
+import json
+import os
+import tracemalloc
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tiny import chat, json_lines, refused
+
+from dflash_hf import chats
+from dflash_hf.chats import RowError, list_files, open_filesystem, read_chats, read_rows, refuse_credentials
+from dflash_hf.tokenizing import SOURCE_KEY, TokenizeOptions, read_completions
+
+
+ASKED = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
+USER = ASKED[1]
+ANSWER = {"role": "assistant", "content": "b"}
+WHOLE = [*ASKED, ANSWER]
+CHOICE = {"index": 0, "message": {**ANSWER, "reasoning_content": "hm", "tool_calls": None}, "finish_reason": "length"}
+CALLS = [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
+
+
+def logged(messages=ASKED, **response) -> dict:
+    return {"request": {"messages": messages}, "response": response}
+
+
+def calling(*functions) -> dict:
+    """A row whose answer calls functions."""
+    return {"messages": [USER, {**ANSWER, "tool_calls": [{"function": function} for function in functions]}]}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": WHOLE},
+        {"messages": json.dumps(WHOLE)},
+        {"messages": ASKED, "completion": "b"},
+        {"messages": ASKED, "completion": ANSWER, "prompt": "not looked at"},
+        {"messages": WHOLE, "response": "b"},
+        {"prompt": ASKED, "completion": [ANSWER]},
+        {"prompt": json.dumps(ASKED), "response": "b"},
+        {"conversations": [{"from": f, "value": v} for f, v in (("system", "s"), ("human", "a"), ("gpt", "b"))]},
+        {"system": "s", "conversations": [{"from": "user", "value": "a"}, {"from": "assistant", "value": "b"}]},
+        {"conversations": WHOLE},
+        {"messages": [{"role": "system", "content": [{"type": "text", "text": "s"}]}, USER, ANSWER]},
+        {"messages": [{**message, "name": None, "tool_calls": None} for message in WHOLE], "tools": None},
+        logged(choices=[{"message": ANSWER}]),
+        logged(choices=[{"text": "b"}]),
+        {"request": {"body": {"messages": ASKED}}, "response": {"body": {"choices": [{"message": {"content": "b"}}]}}},
+    ],
+)  # fmt: skip
+def test_every_make_is_the_same_chat(row):
+    (one,) = read_chats(row)
+    assert one.messages == WHOLE and one.prompt == ASKED
+    assert one.completion_ids is None and not one.is_truncated and one.tools is None
+
+
+def test_a_prompt_and_a_completion_may_be_plain_text():
+    (one,) = read_chats({"prompt": "a", "completion": "b", "reasoning_content": "hm", "finish_reason": "stop"})
+    assert one.messages == [USER, {**ANSWER, "reasoning_content": "hm"}]
+
+
+def test_a_servers_log_gives_one_chat_per_choice_with_its_own_ids_and_end():
+    other = {"message": {"role": "assistant", "content": "c"}, "finish_reason": "stop", "token_ids": [1, 2]}
+    tools = [{"type": "function", "function": {"name": "f", "strict": None}}]
+    row = logged(choices=[CHOICE, other], model="m") | {"dataset": "logs", "language": "de"}
+    row["request"] |= {"temperature": 0.7, "tools": tools, "chat_template_kwargs": '{"enable_thinking": false}'}
+    first, second = read_chats(row)
+    assert first.messages == [*ASKED, {**ANSWER, "reasoning_content": "hm"}] and second.messages[-1]["content"] == "c"
+    assert first.is_truncated and not second.is_truncated
+    assert first.completion_ids is None and second.completion_ids == [1, 2]
+    for one in (first, second):
+        assert one.tools == [{"type": "function", "function": {"name": "f"}}]
+        assert one.template_kwargs == {"enable_thinking": False}
+        assert (one.source, one.language, one.model) == ("logs", "de", "m")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"tool_calls": CALLS},
+        {"tool_calls": json.dumps(CALLS)},
+        {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]},
+        {
+            "tool_calls": [
+                {"type": "function", "id": None, "function": {"name": "f", "arguments": {"a": 1, "b": None}}}
+            ]
+        },
+        {"function_call": {"name": "f", "arguments": '{"a": 1}'}, "tool_calls": None},
+    ],
+)
+def test_dt4_tool_calls_of_every_make_are_one(message):
+    row = {"messages": [USER, {"role": "assistant", "content": None, **message}]}
+    before = json.dumps(row)
+    assert read_chats(row)[0].messages[1] == {"role": "assistant", "content": "", "tool_calls": CALLS}
+    assert json.dumps(row) == before
+
+
+@pytest.mark.parametrize(
+    ("reason", "row"),
+    [
+        ("no messages", []),
+        ("no messages", {}),
+        ("no messages", {"messages": "[{"}),
+        ("no role", {"messages": ["hello", ANSWER]}),
+        ("no role", {"conversations": [{"from": ["human"], "value": "x"}, {"from": "gpt", "value": "y"}]}),
+        ("unknown role", {"conversations": [{"from": "gpt2", "value": "x"}]}),
+        ("no answer", chat("a")),
+        ("answer first", {"messages": [ANSWER]}),
+        ("two answers", {"messages": [USER, ANSWER], "response": "another"}),
+        ("two answers", {"prompt": [USER, ANSWER], "completion": [ANSWER]}),
+        ("broken content", {"messages": [{"role": "user", "content": 3}, ANSWER]}),
+        ("broken content", {"messages": [USER, {**ANSWER, "content": [{"type": "thinking", "text": "hm"}]}]}),
+        ("image, audio or video", {"messages": [{"role": "user", "content": [{"image": "x"}]}, ANSWER]}),
+        ("image, audio or video", {"messages": [{"role": "user", "content": [{"type": "video_url"}]}, ANSWER]}),
+        ("broken thinking", {"messages": [USER, {**ANSWER, "reasoning_content": ["hm"]}]}),
+        ("broken tool calls", {"messages": [USER, {**ANSWER, "tool_calls": 3}]}),
+        ("broken tool calls", calling("f")),
+        ("broken tool calls", calling({"arguments": {}})),
+        ("broken tools", chat("a", "b", tools='{"name": "f"}')),
+        ("broken token ids", chat("a", "b", completion_token_ids=["5"])),
+        ("broken token ids", chat("a", "b", completion_token_ids=[5, 2**31])),
+        ("broken template arguments", chat("a", "b", chat_template_kwargs=[1])),
+        ("broken template arguments", chat("a", "b", chat_template_kwargs={"tokenize": True})),
+        ("nested too deeply", {"messages": "[" * 100_000}),
+        ("nested too deeply", calling({"name": "f", "arguments": "[" * 100_000})),
+        ("no answer", logged(error="overloaded")),
+        ("no answer", logged(choices=[{}])),
+        ("no answer", {"request": {"messages": ASKED}}),
+        ("streamed", {"request": {"messages": ASKED}, "response": 'data: {"choices": []}\n\ndata: [DONE]\n\n'}),
+        ("streamed", {"request": {"messages": ASKED}, "response": [{"choices": [{"delta": {"content": "a"}}]}]}),
+        ("streamed", logged(choices=[{"delta": {"content": "a"}}])),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_used_is_named(reason, row):
+    with pytest.raises(RowError) as error:
+        read_chats(row)
+    assert error.value.reason == reason
+
+
+def test_template_arguments_never_say_how_the_template_is_called():
+    with refused(ValueError, "template_kwargs", "tokenize"):
+        TokenizeOptions(template_kwargs={"tokenize": True})
+
+
+# --- Files
+
+
+ROWS = [chat("é", "a"), chat("b", "c")]
+LINE = json.dumps(ROWS[1])
+
+
+def zstd(content: bytes) -> bytes:
+    return pa.Codec("zstd").compress(content, asbytes=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", json_lines(ROWS).replace(b"\n", b"\r\n\r\n")),
+        ("a.jsonl", b"\xef\xbb\xbf\n" + json_lines(ROWS).rstrip()),
+        ("a.jsonl.gz", gzip.compress(json_lines(ROWS[:1])) + gzip.compress(json_lines(ROWS[1:]))),
+        ("a.jsonl.zst", zstd(json_lines(ROWS[:1])) + zstd(json_lines(ROWS[1:]))),
+        ("a.jsonl", gzip.compress(json_lines(ROWS))),
+        ("a.jsonl.gz", zstd(json_lines(ROWS))),
+        ("a.parquet", gzip.compress(json_lines(ROWS))),
+        ("a.json", json_lines(ROWS)),
+        ("a.json", b"\xef\xbb\xbf\n" + json.dumps(ROWS, ensure_ascii=False).encode()),
+        ("a.json.gz", gzip.compress(json.dumps(ROWS, indent=2).encode())),
+    ],
+)
+def test_a_file_is_what_it_holds_whatever_its_name(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    rows = read_completions(tmp_path / name)
+    assert [row["messages"] for row in rows] == [row["messages"] for row in ROWS]
+    assert all(row[SOURCE_KEY].startswith(f"{tmp_path / name}:") for row in rows)
+
+
+def test_file_gzip_and_folder_give_the_same_rows_in_sorted_order(tmp_path):
+    (tmp_path / "b.jsonl").write_bytes(json_lines(ROWS[1:]) + b"\n" + json_lines([{"prompt": "x", "_source": "mine"}]))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(json_lines(ROWS[:1])))
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "c.parquet")
+    for name in ("notes.txt", ".b.jsonl", "settings.json"):
+        (tmp_path / name).write_text("not read")
+    (tmp_path / "folder.jsonl").mkdir()
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    rows = read_completions(tmp_path)
+    places = [
+        f"{tmp_path}/{place}" for place in ("a.jsonl.gz:1", "b.jsonl:1", "b.jsonl:3", "c.parquet:1", "c.parquet:2")
+    ]
+    assert [row.pop(SOURCE_KEY) for row in rows] == places
+    assert rows == [*ROWS, {"prompt": "x", "_source": "mine"}, *ROWS]
+    assert len(read_completions(f"{tmp_path}/*.parquet")) == 2
+
+
+def test_a_list_of_rows_is_read_where_it_is_named(tmp_path):
+    (tmp_path / "list.json").write_text(json.dumps(ROWS))
+    (tmp_path / "object.json").write_text(json.dumps(ROWS[0], indent=2))
+    assert read_completions(tmp_path / "list.json")[1] == {**ROWS[1], SOURCE_KEY: f"{tmp_path}/list.json:2"}
+    assert len(read_completions(f"{tmp_path}/*.json")) == 3
+    with refused(FileNotFoundError, tmp_path, "FOLDER/*.json"):
+        read_completions(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "place"),
+    [
+        ("a.jsonl", f"{LINE}\n{{\n", 2),
+        ("a.jsonl", f'{LINE}\n{{"messages": "\xff"}}', 2),
+        ("a.jsonl", f'["messages"]\n{LINE}', 1),
+        ("a.jsonl", f"{LINE}\nnull", 2),
+        ("a.jsonl", f"{LINE}{LINE}", 1),
+        ("a.jsonl", f'{{"x": {"9" * 5000}}}', 1),
+        ("a.json", f"{LINE}\n\n{{\n{LINE}", 3),
+        ("a.json", f"[{LINE},{LINE}"[:-10], 1),
+        ("a.json", f"[{LINE}, null]", 2),
+        ("a.json", "[" * 100_000, 1),
+    ],
+)
+def test_broken_line_names_file_and_line_and_is_skipped_as_asked(tmp_path, caplog, name, text, place):
+    (tmp_path / name).write_bytes(text.encode("latin-1"))
+    with refused(ValueError, f"{name}:{place}: "):
+        read_completions(tmp_path / name)
+    good = tmp_path / name.replace("a.", "z.")
+    good.write_text(LINE)
+    rows = read_completions(f"{tmp_path}/*{good.suffix}", on_error="skip")
+    assert rows[-1][SOURCE_KEY].endswith(f"{good}:1") and f"{name}:{place}: " in caplog.text
+
+
+def test_a_file_that_ends_early_or_is_something_else_is_named(tmp_path, caplog):
+    whole = gzip.compress(json_lines(chat("a", os.urandom(200).hex()) for _ in range(400)))
+    (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 not really")
+    (tmp_path / "c.jsonl").write_bytes(json_lines([chat("a", "last")]))
+    with refused(ValueError, "a.jsonl.gz:"):
+        read_completions(tmp_path)
+    rows = read_completions(tmp_path, on_error="skip")
+    assert 1 < len(rows) < 400 and rows[-1]["messages"][1]["content"] == "last"
+    assert "b.parquet:1" in caplog.text
+
+
+def test_paths_that_hold_nothing_are_errors(tmp_path):
+    for path in (tmp_path / "missing", tmp_path, f"{tmp_path}/*.json"):
+        with refused(FileNotFoundError, path):
+            read_completions(path)
+    (tmp_path / "chats.csv").write_text("a")
+    with refused(ValueError, "chats.csv"):
+        read_completions(tmp_path / "chats.csv")
+    (tmp_path / "chats.jsonl").write_text("\n[]\n")
+    with refused(ValueError, tmp_path, "1 broken"):
+        read_completions(tmp_path, on_error="skip")
+    with refused(ValueError, "on_error", "stop"):
+        read_completions(tmp_path, on_error="stop")
+
+
+def test_odd_names_and_links_are_listed(tmp_path):
+    names = ["a b#1?", "[z]", "x::y", "é%20", "new\nline", "{a,b}", "d/[1]/a=b", "\udcff"]
+    for name in names:
+        path = tmp_path / "in#[1]" / f"{name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(json_lines(ROWS))
+    (tmp_path / "in#[1]" / "link.jsonl").symlink_to(tmp_path / "in#[1]" / "a b#1?.jsonl")
+    files = list_files(tmp_path / "in#[1]")
+    assert [file.name for file in files] == sorted(f"{name}.jsonl" for name in [*names, "link"])
+    fs, _ = open_filesystem(tmp_path)
+    assert all(len(list(read_rows(fs, file))) == 2 and file.size == len(json_lines(ROWS)) for file in files)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_file_without_line_ends_is_not_held_in_memory(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(chats, "LARGEST_LINE", 2**16)
+    path = tmp_path / f"a.jsonl{suffix}"
+    content = f"{LINE}\n[{','.join([LINE] * 100_000)}]\n{LINE}".encode()
+    path.write_bytes(gzip.compress(content) if suffix else content)
+    (file,) = list_files(path)
+    tracemalloc.start()
+    rows = [row for _, row, _ in read_rows(open_filesystem(path)[0], file)]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [getattr(row, "reason", None) for row in rows] == [None, "line too long", None]
+    assert peak < 3_500_000
+
+
+# --- Addresses
+
+
+SECRET = "s3cretS3CRET"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        f"s3://AKIAKEY:{SECRET}@bucket/x",
+        f"s3://AKIAKEY:{SECRET}/a+b@bucket/x",
+        f"https://{SECRET}@127.0.0.1/x.jsonl",
+        f"https://127.0.0.1/x.jsonl?X-Amz-Signature={SECRET}",
+        f"zip://*.jsonl::https://user:{SECRET}@127.0.0.1/x.zip",
+        f"sftp://user:{SECRET}@127.0.0.1/x",
+    ],
+)
+def test_an_address_with_credentials_is_refused_without_repeating_them(address):
+    for opened in (open_filesystem, list_files, chats.check_address):
+        with pytest.raises(ValueError) as error:
+            opened(address)
+        assert "credentials" in str(error.value) and SECRET not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "abfs://container@account.dfs.core.windows.net/run",
+        "sftp://user@host:22/run",
+        "hf://datasets/org/name@revision/run",
+        "s3://bucket/run?.jsonl",
+        "memory://a:b@c",
+        "file:///a:b@c",
+        "/a:b@c?d",
+    ],
+)
+def test_a_container_a_user_and_a_revision_are_no_credentials(address):
+    refuse_credentials(address)
+
+
+def test_secrets_are_cut_out_of_what_a_store_says_and_of_records(monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    assert SECRET not in chats.describe(PermissionError(f"the key {SECRET} is refused"))
+    record = {"data": [f"s3://key:{SECRET}@bucket/x", f"https://a/b?sig={SECRET}", "a@b?c"]}
+    assert chats.without_credentials(record) == {"data": ["s3://bucket/x", "https://a/b", "a@b?c"]}
