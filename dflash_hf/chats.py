@@ -14,6 +14,7 @@ import gzip
 import inspect
 import io
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,6 +28,8 @@ import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 from transformers import PreTrainedTokenizerBase
 
+
+logger = logging.getLogger(__name__)
 
 # --- Addresses of other machines, and what their file systems say, without the credentials that either may hold.
 
@@ -132,7 +135,7 @@ def explained(address: str | os.PathLike, doing: str) -> Iterator[None]:
 # --- Files of rows: a folder, a pattern, `s3://`, `gs://`, `hf://datasets/...`, `memory://`.
 
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst", ".parquet")
 # Folders hold `.json` files of other kinds too, such as settings, so that these are read where they are named.
 JSON_SUFFIXES = (".json", ".json.gz", ".json.zst")
 NAMED_SUFFIXES = (*SUFFIXES, *JSON_SUFFIXES)
@@ -169,7 +172,7 @@ class SourceFile:
     path: str  # within the file system
     place: str  # for messages
     size: int  # in bytes
-    version: str  # the store's etag, or the time of the last change
+    version: str  # the store's etag or hash, or the times of the last change
 
 
 def list_files(
@@ -179,7 +182,7 @@ def list_files(
 
     Args:
         address: A file, a folder, or a pattern with `*`. A `.json` file is found by its name, or by a pattern that
-            ends so, and not in a folder.
+            ends so, and not in a folder. Hidden files and folders are left out, and other files are told of.
         storage_options: Arguments of the file system.
         recursive: Whether to look into folders of the folder.
 
@@ -200,17 +203,20 @@ def list_files(
         found = {name: info for name, info in found.items() if info.get("type") not in ("directory", "other")}
         if not found and not fs.exists(path):
             raise FileNotFoundError(f"give a {' or '.join(NAMED_SUFFIXES)} file, or a folder of them")
-    if list(found) == [path] and not path.endswith(NAMED_SUFFIXES):
+    if list(found) == [path] and not path.lower().endswith(NAMED_SUFFIXES):
         raise ValueError(f"{address} ends in none of {NAMED_SUFFIXES}, so its format is unknown.")
-    suffixes = NAMED_SUFFIXES if is_pattern and path.endswith(NAMED_SUFFIXES) else SUFFIXES
-    is_read = lambda name: name.endswith(suffixes) and not name.rpartition("/")[2].startswith(".")  # noqa: E731
-    names = [name for name in sorted(found) if name == path or is_read(name)]
-    if not names:
+    suffixes = NAMED_SUFFIXES if is_pattern and path.lower().endswith(NAMED_SUFFIXES) else SUFFIXES
+    files = [_source_file(fs, address, path, name, found[name]) for name in sorted(found)]
+    files = [file for file in files if file.path == path or "/." not in f"/{file.name}"]
+    read = [file for file in files if file.path == path or file.name.lower().endswith(suffixes)]
+    if not read:
         raise FileNotFoundError(
             f"{address} holds no file that ends in one of {SUFFIXES}. Name a .json file, or all of them by "
             "FOLDER/*.json."
         )
-    return [_source_file(fs, address, path, name, found[name]) for name in names]
+    if left := [file.name for file in files if file not in read]:
+        logger.warning("%s: %d files of other kinds are not read, such as %s.", address, len(left), left[0])
+    return read
 
 
 def _source_file(fs: fsspec.AbstractFileSystem, address: str, listed: str, path: str, info: dict) -> SourceFile:
@@ -221,8 +227,12 @@ def _source_file(fs: fsspec.AbstractFileSystem, address: str, listed: str, path:
     else:
         name = path[len(listed) :].lstrip("/")
         place = f"{address.rstrip('/')}/{name}"
-    versions = (info.get(key) for key in ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created"))
-    version = next((str(value).strip('"') for value in versions if value), "")
+    if isinstance(fs, LocalFileSystem):
+        # The time that no program sets changes with a file that is written again, at an equal size and date, too.
+        version = f"{info['mtime']} {os.stat(path).st_ctime}"
+    else:
+        keys = ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "created")
+        version = next((str(info[key]).strip('"') for key in keys if info.get(key)), "")
     return SourceFile(name, path, place, int(info.get("size") or 0), version)
 
 
@@ -234,13 +244,13 @@ def read_rows(fs: fsspec.AbstractFileSystem, file: SourceFile) -> Iterator[tuple
     Raises:
         SourceError: The file cannot be read, or not to its end; names file and line.
     """
-    number, named = 0, KINDS.get(file.path.rpartition(".")[2])
+    number, named = 0, KINDS.get(file.path.lower().rpartition(".")[2])
     try:
         with _opened(fs, file) as raw:
             start = raw.read(4)
             raw.seek(0)
             kind = next((kind for magic, kind in MAGIC.items() if start.startswith(magic)), named)
-            for number, row in enumerate(_rows(raw, kind, file.path.endswith(JSON_SUFFIXES)), start=1):
+            for number, row in enumerate(_rows(raw, kind, file.path.lower().endswith(JSON_SUFFIXES)), start=1):
                 if row is not None:
                     # Parquet is read from several places at once, so that the position in the file says nothing.
                     yield f"{file.place}:{number}", row, 0 if kind == "Parquet" else raw.tell()
@@ -262,8 +272,11 @@ def _rows(raw: Any, kind: str | None, is_json: bool) -> Iterator[dict | RowError
     """The rows of a file, None for a blank line."""
     stream: gzip.GzipFile | io.BufferedReader
     if kind == "Parquet":
-        for batch in pq.ParquetFile(raw).iter_batches(batch_size=128):
-            yield from batch.to_pylist()
+        table = pq.ParquetFile(raw)
+        packed = [column for column in table.schema_arrow if "arrow.json" in str(column.type)]
+        for batch in table.iter_batches(batch_size=128):
+            for row in batch.to_pylist(maps_as_pydicts="strict"):
+                yield row | {column.name: _unpacked(row[column.name], column.type) for column in packed}
         return
     if kind == "gzip":
         stream = gzip.GzipFile(fileobj=raw)
@@ -276,6 +289,17 @@ def _rows(raw: Any, kind: str | None, is_json: bool) -> Iterator[dict | RowError
     if stream.peek(3).startswith(codecs.BOM_UTF8):
         stream.read(3)
     yield from (_json_items if is_json else _json_lines)(stream)
+
+
+def _unpacked(value: Any, kind: pa.DataType) -> Any:
+    """A value of a column in which Arrow keeps JSON, such as messages that are unlike each other, as its text."""
+    if value is None:
+        return None
+    if isinstance(kind, pa.JsonType):
+        return json.loads(value)
+    if pa.types.is_struct(kind):
+        return {field.name: _unpacked(value[field.name], field.type) for field in kind}
+    return [_unpacked(item, kind.value_type) for item in value] if isinstance(value, list) else value
 
 
 def _json_lines(stream: Any) -> Iterator[dict | RowError | None]:
@@ -331,8 +355,10 @@ def _parsed_json(text: bytes, what: str) -> Any:
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-SHAREGPT_ROLES = {"human": "user", "observation": "tool"}
-SHAREGPT_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant")
+SHAREGPT_ROLES = {"human": "user", "observation": "tool", "tool_response": "tool"}
+SHAREGPT_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call", "tool_call"), "assistant")
+# What says of a message that it is not to be learnt from, in the spellings of several trainers.
+TRAINED_KEYS = ("weight", "train", "trainable", "training")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 MEDIA_TYPES = ("image", "audio", "video", "file")
 TEXT_TYPES = ("text", "input_text", "output_text")
@@ -365,6 +391,8 @@ def _clean_message(message: Any) -> dict:
         # A misspelt role would be rendered as if it were right.
         raise RowError("unknown role", f"has the role {message['role']!r}, expected one of {', '.join(ROLES)}.")
     message = {"content": "", **without_none(message)}
+    if message["role"] == "assistant":
+        message = {key: value for key, value in message.items() if key not in TRAINED_KEYS}
     message["content"] = _content(message["content"])
     for key in REASONING_KEYS:
         # Templates pass over anything else.
@@ -380,6 +408,14 @@ def _clean_message(message: Any) -> dict:
             raise RowError("broken tool calls", f"must have a list of `tool_calls`, got {_shown(tool_calls)}.")
         message["tool_calls"] = [_with_parsed_arguments(call) for call in tool_calls]
     return message
+
+
+def is_trained(message: dict) -> bool:
+    """Whether an answer is to be learnt from, by flags of its own such as `"weight": 0` or `"train": false`."""
+    values = [str(message[key]).lower() for key in TRAINED_KEYS if message.get(key) is not None]
+    if any(value not in ("0", "0.0", "false", "1", "1.0", "true") for value in values):
+        raise RowError("broken weight", f"an answer has the flags {values}, expected 0 or 1, false or true.")
+    return not {"0", "0.0", "false"} & set(values)
 
 
 def _content(content: Any) -> str:
@@ -407,7 +443,8 @@ def _with_parsed_arguments(call: Any) -> dict:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise RowError("broken tool calls", f"has a tool call without the `name` of a function: {_shown(call)}.")
     arguments = parsed(call.get("arguments"))
-    return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
+    # A call of a function that takes nothing is logged as "", null, or without arguments.
+    return {**call, "arguments": arguments or {}} if isinstance(arguments or {}, dict) else call
 
 
 def parsed(value: Any) -> Any:
@@ -464,6 +501,10 @@ class Chat:
     language: str | None = None
     # Which model a log says has written the last answer.
     model: str | None = None
+    # Answers, by the index of their messages, that the row says are not to be learnt from.
+    untrained: frozenset[int] = frozenset()
+    # What a model was given in place of a rendered prompt: the text or the ids of a request to /v1/completions.
+    raw_prompt: str | list[int] | None = None
 
     @property
     def prompt(self) -> list[dict]:
@@ -478,14 +519,15 @@ def read_chats(row: Any) -> list[Chat]:
         raise RowError("no messages", f"a chat must be a dict with `messages`, got {type(row).__name__}.")
     with nesting_limited():
         own = any(row.get(name) is not None for name in ("messages", "conversations", "prompt"))
-        if isinstance(row.get("request"), dict) and (row.get("response") is not None or not own):
-            return _read_log(row)
+        request = parsed(row.get("request"))
+        if isinstance(request, dict) and (row.get("response") is not None or not own):
+            return _read_log({**row, "request": request, "response": parsed(row.get("response"))})
         return [_chat(row, _messages(row), row)]
 
 
-def _chat(row: dict, messages: list, answer: dict, model: str | None = None) -> Chat:
-    """A chat of `messages`; `answer` is where the finish reason and the token ids of its last answer stand."""
-    messages = clean_messages(messages)
+def _chat(row: dict, given: list, answer: dict, **fields: Any) -> Chat:
+    """A chat of messages; `answer` is where the finish reason and the token ids of its last answer stand."""
+    messages = clean_messages(given)
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
         raise RowError("no answer", f"no message has the role 'assistant', only {roles}: nothing can be learnt.")
@@ -509,7 +551,8 @@ def _chat(row: dict, messages: list, answer: dict, model: str | None = None) -> 
         template_kwargs=template_kwargs(row.get("chat_template_kwargs")),
         source=_name(row.get("source") or row.get("dataset")),
         language=_name(row.get("language")),
-        model=model,
+        untrained=frozenset(i for i, m in enumerate(given) if m["role"] == "assistant" and not is_trained(m)),
+        **fields,
     )
 
 
@@ -519,13 +562,16 @@ def _messages(row: dict) -> list:
     completion = next((row[key] for key in ("completion", "response") if row.get(key) is not None), None)
     if completion is None:
         return prompt
-    answer = _message_list(completion, "completion", "assistant")
+    # A text is an answer, whatever it begins with, unless the prompt's messages are stored as the text of JSON too.
+    is_packed = any(isinstance(row.get(name), str) and parsed(row[name]) == prompt for name in ("messages", "prompt"))
+    is_text = isinstance(completion, str) and not is_packed
+    answer = _message_list({"content": completion} if is_text else completion, "completion", "assistant")
     if prompt and isinstance(prompt[-1], dict) and prompt[-1].get("role") == "assistant":
-        if isinstance(completion, str) and completion == prompt[-1].get("content"):
+        if is_text and completion == prompt[-1].get("content"):
             return prompt
         what = "the row has a `completion` or `response` besides the answer in its messages: keep the target's own."
         raise RowError("two answers", what)
-    if isinstance(completion, str) and isinstance(row.get("reasoning_content"), str):
+    if is_text and isinstance(row.get("reasoning_content"), str):
         answer[0]["reasoning_content"] = row["reasoning_content"]
     return prompt + answer
 
@@ -545,24 +591,30 @@ def _prompt(row: dict) -> list:
 
 def _message_list(value: Any, name: str, role: str | None = None) -> list:
     """Messages of a field: a list, or its JSON; with a role also one message of it, or the text of one."""
-    if role and isinstance(value, str) and not value.lstrip().startswith('[{"'):
+    # Columns of unlike messages are often stored as JSON text, since Arrow wants one type.
+    messages = parsed(value)
+    is_list = isinstance(messages, list) and all(isinstance(m, dict) and "role" in m for m in messages)
+    if role and isinstance(value, str) and not (messages and is_list):
         return [{"role": role, "content": value}]
     if role and isinstance(value, dict):
         return [{"role": role, **value}]
-    # Columns of unlike messages are often stored as JSON text, since Arrow wants one type.
-    messages = parsed(value)
     if not isinstance(messages, list | tuple):
         raise RowError("no messages", f"`{name}` must be a list of dicts or the JSON of one, got {_shown(value)}.")
     return list(messages)
 
 
 def _from_sharegpt(message: Any) -> Any:
-    if not isinstance(message, dict) or "from" not in message:
+    if not isinstance(message, dict) or message.get("from") is None:
         return message
+    role, value = message["from"], message.get("value")
     rest = {key: value for key, value in message.items() if key not in ("from", "value")}
-    role = message["from"]
-    role = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
-    return {**rest, "role": role, "content": message.get("value")}
+    rest["role"] = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
+    if role not in ("function_call", "tool_call"):
+        return {**rest, "content": value}
+    # One call or a list of them, as JSON.
+    calls = parsed(value)
+    calls = calls if isinstance(calls, list) else [calls]
+    return {**rest, "content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
 
 
 def requested(row: dict) -> dict:
@@ -591,7 +643,7 @@ def _read_log(row: dict) -> list[Chat]:
     choices = [c if isinstance(c, dict) else {} for c in choices] if isinstance(choices, list) else []
     # Chunks in a list, or as the server sent them.
     is_streamed = isinstance(response, list) or (isinstance(response, str) and response.lstrip().startswith("data:"))
-    if is_streamed or any("delta" in choice and not isinstance(choice.get("message"), dict) for choice in choices):
+    if is_streamed or any(choice.get("delta") is not None and choice.get("message") is None for choice in choices):
         raise RowError(
             "streamed",
             "the response was streamed: join their `delta`s into one `message`, or let "
@@ -600,16 +652,29 @@ def _read_log(row: dict) -> list[Chat]:
     if not choices:
         raise RowError("no answer", f"the response to the request has no `choices`: {_shown(response)}.")
     asked = requested(row)
-    prompt = _prompt({key: asked.get(key) for key in ("messages", "prompt")})
+    raw = None if asked.get("messages") is not None else _raw_prompt(asked.get("prompt"))
+    text = raw if isinstance(raw, str) else json.dumps(raw)
+    prompt = _prompt({"messages": asked["messages"]}) if raw is None else [{"role": "user", "content": text}]
+    is_echoed = raw is not None and _body(row["request"]).get("echo")
     chats = []
     for choice in choices:
         message = choice.get("message")
         if message is None and isinstance(choice.get("text"), str):
-            message = {"content": choice["text"]}
+            message = {"content": choice["text"].removeprefix(text if is_echoed else "")}
         if not isinstance(message, dict):
             raise RowError("no answer", f"a choice of the response has no `message`: {_shown(choice)}.")
-        chats.append(_chat(asked, [*prompt, {**message, "role": "assistant"}], choice, _name(answered.get("model"))))
+        messages = [*prompt, {**message, "role": "assistant"}]
+        chats.append(_chat(asked, messages, choice, model=_name(answered.get("model")), raw_prompt=raw))
     return chats
+
+
+def _raw_prompt(value: Any) -> str | list[int]:
+    """What a request to /v1/completions gave the model as it is: a text or token ids, or a list of one of them."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]
+    if isinstance(value, str) or (isinstance(value, list) and value and all(type(i) is int and i >= 0 for i in value)):
+        return value
+    raise RowError("no messages", f"the request has neither `messages` nor one text as `prompt`: {_shown(value)}.")
 
 
 def template_kwargs(value: Any) -> dict[str, Any]:

@@ -4,11 +4,13 @@
 import gzip
 import json
 import os
+import time
 import tracemalloc
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import load_dataset
 from tiny import chat, json_lines, refused
 
 from dflash_hf import chats
@@ -147,6 +149,52 @@ def test_template_arguments_never_say_how_the_template_is_called():
         TokenizeOptions(template_kwargs={"tokenize": True})
 
 
+@pytest.mark.parametrize("call", [{}, *({"arguments": nothing} for nothing in ("", None, "null", "{}", {}, []))])
+@pytest.mark.parametrize("field", ["tool_calls", "function_call"])
+def test_r3_a_call_without_arguments_has_an_empty_object_of_them(call, field):
+    call = {"name": "now", **call}
+    answer = {"role": "assistant", "content": None, field: [{"function": call}] if field == "tool_calls" else call}
+    (one,) = read_chats({"messages": [USER, answer]})
+    assert one.messages[1]["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
+
+
+@pytest.mark.parametrize("flag", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"trainable": False}])
+def test_r6_flags_of_a_message_say_what_is_not_learnt(flag):
+    second = {**ANSWER, "weight": 1, "train": True, "trainable": None}
+    (one,) = read_chats({"messages": [{**USER, "weight": 0}, {**ANSWER, **flag}, USER, second]})
+    assert one.untrained == {1} and one.messages[1::2] == [ANSWER, ANSWER]
+    shared = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", **flag}]}
+    assert read_chats(shared)[0].untrained == {1}
+    with pytest.raises(RowError) as error:
+        read_chats({"messages": [USER, {**ANSWER, "weight": 0.5}]})
+    assert error.value.reason == "broken weight"
+
+
+@pytest.mark.parametrize("value", [json.dumps(CALLS[0]["function"]), '[{"name": "f", "arguments": "{\\"a\\": 1}"}]'])
+def test_r7_sharegpt_calls_functions_and_observes(value):
+    turns = [("human", "a"), ("function_call", value), ("observation", "r"), ("gpt", "b")]
+    (one,) = read_chats({"conversations": [{"from": who, "value": text} for who, text in turns]})
+    call = {"role": "assistant", "content": "", "tool_calls": CALLS}
+    assert one.messages == [USER, call, {"role": "tool", "content": "r"}, ANSWER]
+
+
+@pytest.mark.parametrize("prompt", ["<|im_start|>user\n2?<|im_end|>\n<|im_start|>assistant\n", "[{}]", [5, 6]])
+def test_r2_what_a_field_means_is_decided_by_the_kind_of_row(prompt):
+    """A request to /v1/completions was answered as it is; the prompt of other rows is what a user says."""
+    choice = {"text": "4", "finish_reason": "stop", "message": None, "delta": None}
+    for given in (prompt, [prompt]):
+        (one,) = read_chats({"request": {"prompt": given}, "response": {"choices": [choice]}})
+        assert one.raw_prompt == prompt and one.messages[1]["content"] == "4"
+    if isinstance(prompt, str):
+        echoed = {"request": {"prompt": prompt, "echo": True}, "response": {"choices": [{"text": prompt + "4"}]}}
+        assert read_chats(json.loads(json.dumps(echoed)))[0].messages[1]["content"] == "4"
+        (one,) = read_chats({"prompt": prompt, "completion": '[{"role": "user", "content": "4"}]'})
+        assert [message["content"] for message in one.messages] == [prompt, '[{"role": "user", "content": "4"}]']
+    with pytest.raises(RowError) as error:
+        read_chats({"request": {"prompt": ["a", "b"]}, "response": {"choices": [choice]}})
+    assert error.value.reason == "no messages"
+
+
 # --- Files
 
 
@@ -195,6 +243,52 @@ def test_file_gzip_and_folder_give_the_same_rows_in_sorted_order(tmp_path):
     assert [row.pop(SOURCE_KEY) for row in rows] == places
     assert rows == [*ROWS, {"prompt": "x", "_source": "mine"}, *ROWS]
     assert len(read_completions(f"{tmp_path}/*.parquet")) == 2
+
+
+UNLIKE_ROWS = [
+    chat("a", "a\nb"),
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": text} for text in "xy"]}, ANSWER]},
+    {"messages": [USER, {**ANSWER, "reasoning_content": "hm", "weight": None}], "source": None},
+    calling({"name": "f", "arguments": {"x": {"y": 1, "z": None}}}, {"name": "g", "arguments": '{"w": null}'}),
+    calling({"name": "f", "arguments": {"x": ["1", 2]}}) | {"tools": [{"name": "f", "x": {"anyOf": [1, "a"]}}]},
+    {"prompt": "a", "completion": "b", "tools": [{"name": "g", "parameters": {"y": None}}]},
+    logged(choices=[{"text": "c", "finish_reason": "length"}], model="m"),
+    {"request": {"prompt": "p"}, "response": {"choices": [{"text": "d"}]}, "chat_template_kwargs": {"x": True}},
+]
+
+
+def test_r1_a_row_is_the_same_whatever_it_is_stored_in(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(json_lines(UNLIKE_ROWS))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(json_lines(UNLIKE_ROWS)))
+    data = load_dataset("json", data_files=f"{tmp_path}/a.jsonl", split="train", cache_dir=f"{tmp_path}/cache")
+    assert "Json" in str(data.features)
+    data.to_parquet(tmp_path / "c.parquet")
+    expected = [one for row in UNLIKE_ROWS for one in read_chats(row)]
+    assert [one for row in data for one in read_chats(row)] == expected
+    for name in ("a.jsonl", "b.jsonl.gz", "c.parquet"):
+        assert [one for row in read_completions(tmp_path / name) for one in read_chats(row)] == expected, name
+
+
+def test_r7_hidden_files_are_left_out_and_every_other_one_is_read_or_told_of(tmp_path, caplog):
+    for name in (".ipynb_checkpoints/a.jsonl", "b.JSONL", "c.ndjson", "sub/.d.jsonl", "sub/e.Jsonl.GZ", "notes.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(json_lines(ROWS))
+    names = [file.name for file in list_files(tmp_path)]
+    assert names == ["b.JSONL", "c.ndjson", "sub/e.Jsonl.GZ"] == [f.name for f in list_files(f"{tmp_path}/**")]
+    assert "notes.csv" in caplog.text
+    assert [file.name for file in list_files(tmp_path / ".ipynb_checkpoints")] == ["a.jsonl"]
+
+
+def test_r7_a_file_that_is_written_again_is_another_at_an_equal_size_and_time_too(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json_lines(ROWS))
+    (before,), times = list_files(path), path.stat()
+    assert list_files(path) == [before]
+    time.sleep(0.02)
+    path.write_bytes(json_lines(ROWS[::-1]))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    (after,) = list_files(path)
+    assert (after.size, path.stat().st_mtime_ns) == (before.size, times.st_mtime_ns) and after != before
 
 
 def test_a_list_of_rows_is_read_where_it_is_named(tmp_path):

@@ -495,6 +495,73 @@ def test_what_a_template_makes_of_a_chat_is_named_where_it_cannot_be_used():
         tokenize_conversation(chat("a", "b\ud83d"), TOKENIZER)
 
 
+TEXT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "[{{ call.function.name + call.function.arguments }}]{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [TEXT_TEMPLATE, TEXT_TEMPLATE.replace("name + call", "name }}{{ call")])
+@pytest.mark.parametrize("arguments", [{"x": "é"}, '{"x": "é"}'])
+def test_r5_arguments_are_text_where_the_template_reads_text(template, arguments):
+    assert answers(calling(arguments), byte_tokenizer(template)) == ['b[f{"x": "é"}]<|im_end|>']
+    assert answers(calling(""), byte_tokenizer(template)) == ["b[f{}]<|im_end|>"]
+
+
+def real_tokenizer(name: str, end: str):
+    tokenizer = byte_tokenizer((TEMPLATES / f"{name}.jinja").read_text())
+    tokenizer.add_special_tokens({"eos_token": end})
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("name", "end"), [("idefics3", "<end_of_utterance>"), ("smolvlm", "<end_of_utterance>"), ("llava_next", "</s>")]
+)
+def test_r5_content_is_parts_where_the_template_reads_parts(name, end):
+    tokenizer = real_tokenizer(name, end)
+    ((prompt, answer),) = pairs(chat("why?", "so"), tokenizer)
+    assert "why?" in prompt and answer == f" so{end}"
+    # Ids that are given are put behind the whole prompt, too.
+    ((prompt, _),) = pairs(chat("why?", "so", completion_token_ids=[5]), tokenizer)
+    assert "why?" in prompt
+
+
+def test_r5_deepseek_v3_reads_calls():
+    end = "<\uff5cend\u2581of\u2581sentence\uff5c>"
+    tokenizer = real_tokenizer("deepseekv3", end)
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}]
+    messages = [user("hi"), says(None, tool_calls=calls), {"role": "tool", "content": "2"}, says("done")]
+    ((prompt, answer),) = pairs({"messages": messages}, tokenizer, last_turn_only=True)
+    assert 'add\n```json\n{"x": 1}\n```' in prompt and answer.endswith(f"done{end}")
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_r6_an_answer_that_is_not_to_be_learnt_from_is_prompt_alone(merge):
+    row = chat("a", "b", "c", "d", "e", "f")
+    row["messages"][1]["train"] = False
+    documents = tokenize_conversation(row, TOKENIZER, merge_turns=merge)
+    assert "".join(supervised_texts(documents, TOKENIZER)) == "d<|im_end|>f<|im_end|>"
+    plain = tokenize_conversation(chat("a", "b", "c", "d", "e", "f"), TOKENIZER, merge_turns=merge)
+    assert documents[-1]["input_ids"] == plain[-1]["input_ids"]
+    row["messages"][5]["weight"] = 0
+    assert answers(row) == ["d<|im_end|>"]
+    with refused(ValueError, "The row"):
+        tokenize_conversation(row, TOKENIZER, last_turn_only=True)
+
+
+def test_r2_a_prompt_that_holds_the_template_is_used_as_it_is():
+    def logged(choice, given=PROMPT):
+        return {"request": {"prompt": given}, "response": {"choices": [choice]}}
+
+    assert pairs(logged({"text": "4", "finish_reason": "stop"})) == [(PROMPT, "4<|im_end|>")]
+    assert pairs(logged({"text": "4", "finish_reason": "length"})) == [(PROMPT, "4")]
+    assert pairs(logged({"text": "4", "finish_reason": "stop", "stop_reason": "\n"})) == [(PROMPT, "4")]
+    assert pairs(logged({"text": "4<|im_end|>"})) == [(PROMPT, "4<|im_end|>")]
+    assert pairs(logged({"text": "4", "token_ids": [5, 258]})) == [(PROMPT, TOKENIZER.decode([5, 258]))]
+    assert tokenize_conversation(logged({"text": "4"}, [7, 8]), TOKENIZER)[0]["input_ids"][:2] == [7, 8]
+
+
 # --- Whatever a row holds
 
 
