@@ -372,17 +372,13 @@ def test_answer_gets_no_space_from_a_sentencepiece_tokenizer():
     assert tokenizer.convert_ids_to_tokens(document["input_ids"][start:]) == ["a", "b", "<|im_end|>"]
 
 
-@pytest.mark.parametrize("enable_thinking", [None, True])
-def test_dt6_opening_tag_of_the_generation_prompt_is_not_supervised(enable_thinking):
-    row = chat("a", "b")
+def test_dt6_what_the_generation_prompt_opens_and_closes_is_not_supervised():
+    tokenizer, row = byte_tokenizer(THINK_TEMPLATE), chat("a", "b")
+    empty = (PROMPT + "<think>\n\n</think>\n\n", "b<|im_end|>")
+    assert pairs(row, tokenizer, enable_thinking=False) == [empty]
     row["messages"][1]["reasoning_content"] = "hm"
-    found = pairs(row, byte_tokenizer(THINK_TEMPLATE), enable_thinking=enable_thinking)
-    assert found == [(PROMPT + "<think>\n", "hm\n</think>\n\nb<|im_end|>")]
-
-
-def test_dt6_empty_thinking_of_the_generation_prompt_is_not_supervised():
-    found = pairs(chat("a", "b"), byte_tokenizer(THINK_TEMPLATE), enable_thinking=False)
-    assert found == [(PROMPT + "<think>\n\n</think>\n\n", "b<|im_end|>")]
+    thinking = (PROMPT + "<think>\n", "hm\n</think>\n\nb<|im_end|>")
+    assert pairs(row, tokenizer) == pairs(row, tokenizer, enable_thinking=True) == [thinking]
 
 
 def test_enable_thinking_reaches_the_template_only_when_given():
@@ -428,12 +424,9 @@ def test_truncated_answer_has_no_end_of_turn(reason):
     assert answers(row) == ["b<|im_end|>", "d \n"]
     assert answers({**row, "finish_reason": "stop"})[1] == "d \n<|im_end|>"
     assert answers(row, byte_tokenizer(CHATML_TEMPLATE.replace("['content']", "['content'] | trim")))[1] == "d"
-
-
-def test_truncated_thinking_is_not_closed():
-    row = chat("a", "", finish_reason="length")
-    row["messages"][1]["reasoning_content"] = "hm, so"
-    assert answers(row, byte_tokenizer(THINK_TEMPLATE)) == ["hm, so"]
+    cut = chat("a", "", finish_reason=reason)
+    cut["messages"][1]["reasoning_content"] = "hm, so"
+    assert answers(cut, byte_tokenizer(THINK_TEMPLATE)) == ["hm, so"]
 
 
 @pytest.mark.parametrize(
