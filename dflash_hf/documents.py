@@ -114,9 +114,7 @@ class FileCounts:
 
     def as_dict(self) -> dict[str, Any]:
         """The counts in an order that does not depend on that of the rows."""
-        return {
-            key: dict(sorted(value.items())) if isinstance(value, dict) else value for key, value in vars(self).items()
-        }
+        return {k: dict(sorted(v.items())) if isinstance(v, dict) else v for k, v in vars(self).items()}
 
 
 def make_manifest(settings: dict[str, Any], records: list[dict[str, Any]], failed: dict[str, str]) -> dict[str, Any]:
@@ -158,9 +156,7 @@ class DocumentFolder:
         path, content = f"{self.address}/{MANIFEST_NAME}", self.content(MANIFEST_NAME)
         if content is None:
             if FORMAT.encode() in (self.content(SETTINGS_NAME) or b""):
-                raise ValueError(
-                    f"{path} is missing: the run that writes it has not ended. Start the same command again."
-                )
+                raise ValueError(f"{path} is missing: its run has not ended. Start the same command again.")
             return None
         manifest = parsed(content.decode(errors="replace"))
         found = manifest.get("format") if isinstance(manifest, dict) else None
@@ -175,10 +171,7 @@ class DocumentFolder:
             raise FileNotFoundError(f"{self.address} has no {MANIFEST_NAME}, which `dflash-hf tokenize` writes.")
         files = [file for file in manifest["files"] if split in file["shards"]]
         if not files:
-            raise ValueError(
-                f"{self.address} has {manifest['documents']} documents and none of the split {split!r}, which "
-                "--eval_fraction makes."
-            )
+            raise ValueError(f"{self.address} has no document of the split {split!r}, but {manifest['documents']}.")
         shards = [file["shards"][split] for file in files]
         with explained(self.address, "Reading"), ThreadPoolExecutor(16) as threads:
             records = list(threads.map(self.record, shards))
@@ -454,10 +447,8 @@ def check_documents_fit(
     for identity in _identities(documents):
         own = tokenizer_identity(tokenizer)
         if identity["vocabulary_hash"] != own["vocabulary_hash"]:
-            raise ValueError(
-                f"The documents were made with another tokenizer, of {identity['vocabulary_size']} tokens; the "
-                f"target's has {own['vocabulary_size']}. Tokenise with the target's own tokenizer."
-            )
+            sizes = f"{identity['vocabulary_size']} tokens; the target's has {own['vocabulary_size']}"
+            raise ValueError(f"The documents were made with another tokenizer, of {sizes}. Tokenise with its own.")
         if identity["template_hash"] != own["template_hash"]:
             message = "The documents were written by another chat template than the target's tokenizer has"
             if not allow_other_template:

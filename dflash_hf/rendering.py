@@ -250,14 +250,14 @@ class ChatFormat:
 
     def _turn(self, chat: Chat, index: int, is_last: bool) -> Turn:
         message = chat.messages[index]
+        is_stopped = chat.stop_text is not None and chat.stop_text not in self.end_texts
+        is_truncated = is_last and (chat.is_truncated or is_stopped)
         if chat.raw_prompt is not None:
-            return self._raw_turn(chat, chat.raw_prompt, message)
+            return self._raw_turn(chat, chat.raw_prompt, message, is_truncated)
         if self.infer_thinking:
             thinks = bool(own_thinking(message)) or "</think>" in message["content"]
             chat = replace(chat, template_kwargs={"enable_thinking": thinks, **chat.template_kwargs})
         prompt = self._render(chat, chat.messages[:index], add_generation_prompt=True)
-        is_stopped = chat.stop_text is not None and chat.stop_text not in self.end_texts
-        is_truncated = is_last and (chat.is_truncated or is_stopped)
         if is_last and chat.completion_ids is not None:
             return Turn(prompt, [Piece(chat.completion_ids, True)], None, is_truncated)
         apart = with_thinking_apart(message, prompt, is_truncated)
@@ -273,16 +273,15 @@ class ChatFormat:
                 return self._turn_of(chat, index, apart, prompt, is_truncated)
         return turn
 
-    def _raw_turn(self, chat: Chat, prompt: str | list[int], message: dict) -> Turn:
+    def _raw_turn(self, chat: Chat, prompt: str | list[int], message: dict, is_truncated: bool) -> Turn:
         """The answer to a request to /v1/completions, whose prompt a server encodes as it is, with special tokens."""
-        ids = prompt if isinstance(prompt, list) else self.tokenizer(_checked(prompt), verbose=False)["input_ids"]
-        is_truncated = chat.is_truncated or (chat.stop_text is not None and chat.stop_text not in self.end_texts)
+        if isinstance(prompt, str):
+            prompt = cast(list[int], self.tokenizer(_checked(prompt), verbose=False)["input_ids"])
         if chat.completion_ids is not None:
-            return Turn(cast(list[int], ids), [Piece(chat.completion_ids, True)], None, is_truncated)
+            return Turn(prompt, [Piece(chat.completion_ids, True)], None, is_truncated)
         message, _ = self._hide_ends(message)
-        end = self.tokenizer.eos_token or self.end_texts[0]
-        pieces = self._spelled_out(self._generated(_checked(message["content"] + end), message, is_truncated))
-        return Turn(cast(list[int], ids), pieces, None, is_truncated)
+        text = _checked(message["content"] + (self.tokenizer.eos_token or self.end_texts[0]))
+        return Turn(prompt, self._spelled_out(self._generated(text, message, is_truncated)), None, is_truncated)
 
     def _turn_of(self, chat: Chat, index: int, message: dict, prompt: str, is_truncated: bool) -> Turn:
         message, is_hidden = self._hide_ends(message)

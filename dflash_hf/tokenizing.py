@@ -77,39 +77,21 @@ class TokenizeOptions:
     """What decides the documents, besides the tokenizer and the rows."""
 
     max_length: int | None = field(default=None, metadata={"help": "Tokens of a document that are kept."})
+    # Windows are documents that together supervise every answer token once, each behind all that precedes it.
     long_documents: Literal["cut", "windows"] = field(
-        default="cut",
-        metadata={
-            "help": "Cut what lies beyond max_length, or make windows: documents that together supervise every answer "
-            "token once, each behind all that precedes it, and therefore longer than max_length."
-        },
+        default="cut", metadata={"help": "Cut documents at max_length, or make several that are longer, as windows."}
     )
-    merge_turns: bool = field(
-        default=True,
-        metadata={"help": "One document of turns, where the template leaves earlier ones as they were."},
-    )
+    merge_turns: bool = field(default=True, metadata={"help": "One document of turns that continue each other."})
     last_turn_only: bool = field(default=False, metadata={"help": "Supervise only a conversation's last answer."})
-    enable_thinking: bool | None = field(
-        default=None, metadata={"help": "Given to the template, where a row has no chat_template_kwargs of its own."}
-    )
-    preserve_thinking: bool | None = field(
-        default=None, metadata={"help": "The same: whether the template keeps the thinking of earlier turns."}
-    )
-    infer_thinking: bool = field(
-        default=False, metadata={"help": "Give enable_thinking true for an answer that holds thinking, else false."}
-    )
+    enable_thinking: bool | None = field(default=None, metadata={"help": "For the template, if a row has no say."})
+    preserve_thinking: bool | None = field(default=None, metadata={"help": "The same, for earlier turns' thinking."})
+    infer_thinking: bool = field(default=False, metadata={"help": "Set enable_thinking where an answer has thinking."})
     template_kwargs: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": 'More of the template, such as {"date_string": "26 Jul 2024"}.'}
+        default_factory=dict, metadata={"help": 'More variables of the template: {"date_string": "26 Jul 2024"}.'}
     )
-    eos_token_ids: list[int] = field(
-        default_factory=list, metadata={"help": "Ids that end a turn besides the tokenizer's own."}
-    )
-    eval_fraction: float = field(
-        default=0.0, metadata={"help": "Share of the conversations kept for evaluation, by a hash of their prompts."}
-    )
-    source: str | None = field(
-        default=None, metadata={"help": "Name for the `source` column of rows that have none; the file's by default."}
-    )
+    eos_token_ids: list[int] = field(default_factory=list, metadata={"help": "Ids that end a turn, too."})
+    eval_fraction: float = field(default=0.0, metadata={"help": "Share of conversations for evaluation, by prompt."})
+    source: str | None = field(default=None, metadata={"help": "Name of rows' source; by default their file's."})
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 1:
@@ -452,7 +434,7 @@ def tokenize_files(
         options,
         dict(storage_options or {}),
         dict(output_storage_options or {}),
-        max(0, retries),
+        retries,
         retry_wait,
     )
     folder = DocumentFolder(output, output_storage_options)
@@ -519,23 +501,22 @@ class Job:
 
     def result(self, file: SourceFile, on_progress: OnProgress) -> Result:
         """The file's record, or, after some retries, the error that keeps it from being read."""
-        attempt = 0
-        while True:
-            # Bytes and tokens that the bar has counted; a file that is tried again gives those of its failure back.
-            seen = [0, 0]
+        # Bytes and tokens of this file that the bar has counted.
+        seen = [0, 0]
 
-            def report(position: int, num_tokens: int, seen: list[int] = seen) -> None:
-                on_progress(position - seen[0], num_tokens - seen[1])
-                seen[:] = position, num_tokens
+        def report(position: int, num_tokens: int) -> None:
+            on_progress(position - seen[0], num_tokens - seen[1])
+            seen[:] = position, num_tokens
 
+        for seconds in [*(self.retry_wait * 2**k for k in range(self.retries)), None]:
             try:
                 return self._write(file, report)
             except SourceError as error:
-                if attempt == self.retries:
-                    return error
+                failure = error
+                # What is read again counts once.
                 report(0, 0)
-            time.sleep(self.retry_wait * 2**attempt)
-            attempt += 1
+                time.sleep(seconds or 0.0)
+        return failure
 
     def _write(self, file: SourceFile, report: Callable[[int, int], None]) -> dict[str, Any]:
         """Writes the shards of a file and returns its record; `report` takes the bytes read and the tokens made."""

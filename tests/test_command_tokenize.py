@@ -87,6 +87,7 @@ def test_storage_options_and_credentials_stay_apart(run, capsys):
 def test_the_documented_command_line_is_understood(monkeypatch):
     given = []
     monkeypatch.setattr(command_tokenize.AutoTokenizer, "from_pretrained", given.append)
+    monkeypatch.setattr(command_tokenize, "read_eos_token_ids", lambda target: [1])
     monkeypatch.setattr(command_tokenize, "tokenize_files", lambda *args, **kwargs: 1 / 0)
     words = command_tokenize.__doc__.split("dflash-hf tokenize ")[1].split("\n\n")[0].replace("\\", "").split()
     with pytest.raises(ZeroDivisionError):

@@ -206,12 +206,13 @@ def test_odd_names_of_files_and_folders(tmp_path, monkeypatch):
         path = tmp_path / "in#[1]" / f"{name}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(json_lines([chat(f"q{number}", f"a{number}")]))
+    (tmp_path / "in#[1]" / "link.jsonl").symlink_to(path)
     # A folder that the output's name would match as a pattern.
     (tmp_path / "out 1" / "train").mkdir(parents=True)
     for output in ("out [1]", "out ?", "out 1"):
         tokenize_files(tmp_path / "in#[1]", tmp_path / output, TOKENIZER, disable_tqdm=True)
         texts = supervised_texts(open_documents(tmp_path / output), TOKENIZER)
-        assert sorted(texts) == [f"a{number}<|im_end|>" for number in range(len(names))]
+        assert sorted(texts) == sorted(f"a{number}<|im_end|>" for number in (*range(len(names)), len(names) - 1))
     before = tree(tmp_path / "out 1")
     tokenize_files(tmp_path / "in#[1]/", tmp_path / "out 1", TOKENIZER, disable_tqdm=True)
     assert tree(tmp_path / "out 1") == before

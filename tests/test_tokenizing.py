@@ -102,7 +102,8 @@ def test_nothing_left_is_an_error(rows):
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_length": 0}, {"eval_fraction": 1}, {"long_documents": "windows"}, {"long_documents": "window"}]
+    "options",
+    [{"max_length": 0}, {"eval_fraction": 1}, {"long_documents": "windows"}, {"template_kwargs": {"tools": []}}],
 )
 def test_options_that_mean_nothing_are_refused(options):
     with refused(ValueError, *options):
