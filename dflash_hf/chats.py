@@ -355,7 +355,7 @@ def _parsed_json(text: bytes, what: str) -> Any:
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-SHAREGPT_ROLES = {"human": "user", "observation": "tool", "tool_response": "tool"}
+SHAREGPT_ROLES = {"human": "user", **dict.fromkeys(("observation", "tool_response", "function_response"), "tool")}
 SHAREGPT_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call", "tool_call"), "assistant")
 # What says of a message that it is not to be learnt from, in the spellings of several trainers.
 TRAINED_KEYS = ("weight", "train", "trainable", "training")
@@ -406,7 +406,7 @@ def _clean_message(message: Any) -> dict:
     if tool_calls:
         if not isinstance(tool_calls, list):
             raise RowError("broken tool calls", f"must have a list of `tool_calls`, got {_shown(tool_calls)}.")
-        message["tool_calls"] = [_with_parsed_arguments(call) for call in tool_calls]
+        message["tool_calls"] = [_with_parsed_arguments(parsed(call)) for call in tool_calls]
     return message
 
 
@@ -443,6 +443,7 @@ def _with_parsed_arguments(call: Any) -> dict:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise RowError("broken tool calls", f"has a tool call without the `name` of a function: {_shown(call)}.")
     arguments = parsed(call.get("arguments"))
+    arguments = arguments.strip() if isinstance(arguments, str) else arguments
     # A call of a function that takes nothing is logged as "", null, or without arguments.
     return {**call, "arguments": arguments or {}} if isinstance(arguments or {}, dict) else call
 
@@ -459,6 +460,7 @@ def parsed(value: Any) -> Any:
 def clean_tools(tools: Any) -> list[dict] | None:
     """The tools of a row, a list or its JSON, without what Arrow fills in; None where there are none."""
     tools = parsed(tools) if isinstance(tools, str) else without_none(tools)
+    tools = [parsed(tool) for tool in tools] if isinstance(tools, list) else tools
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise RowError("broken tools", f"`tools` must be a list of dicts or the JSON of one, got {_shown(tools)}.")
     return tools or None
@@ -600,7 +602,7 @@ def _message_list(value: Any, name: str, role: str | None = None) -> list:
         return [{"role": role, **value}]
     if not isinstance(messages, list | tuple):
         raise RowError("no messages", f"`{name}` must be a list of dicts or the JSON of one, got {_shown(value)}.")
-    return list(messages)
+    return [parsed(message) for message in messages]
 
 
 def _from_sharegpt(message: Any) -> Any:

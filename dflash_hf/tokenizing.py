@@ -501,7 +501,7 @@ class Job:
 
     def result(self, file: SourceFile, on_progress: OnProgress) -> Result:
         """The file's record, or, after some retries, the error that keeps it from being read."""
-        # Bytes and tokens of this file that the bar has counted.
+        # Bytes and tokens of this file that the bar has counted: what is read again counts once.
         seen = [0, 0]
 
         def report(position: int, num_tokens: int) -> None:
@@ -513,8 +513,6 @@ class Job:
                 return self._write(file, report)
             except SourceError as error:
                 failure = error
-                # What is read again counts once.
-                report(0, 0)
                 time.sleep(seconds or 0.0)
         return failure
 

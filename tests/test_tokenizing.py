@@ -561,24 +561,3 @@ def test_dt10_storage_options_reach_every_call():
         with refused((OSError, ValueError), "the key is None"):
             call()
     assert "secret" not in json.dumps(manifest)
-
-
-def test_a_full_store_ends_the_run_and_what_is_finished_stays(monkeypatch):
-    fs = MemoryFileSystem()
-    for number in range(3):
-        fs.pipe(f"/full/in/{number}.jsonl", line(number))
-    put_file, stored = MemoryFileSystem.put_file, []
-
-    def full(self, local, remote, **kwargs):
-        if len(stored) == 2:
-            raise OSError(28, "No space left on device")
-        stored.append(remote)
-        return put_file(self, local, remote, **kwargs)
-
-    monkeypatch.setattr(MemoryFileSystem, "put_file", full)
-    with refused(OutputError, "/full/out", "No space left"):
-        tokenize_files("memory://full/in", "memory://full/out", TOKENIZER, disable_tqdm=True)
-    assert stored == ["/full/out/settings.json", "/full/out/train/0.jsonl.parquet"]
-    monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
-    manifest = tokenize_files("memory://full/in", "memory://full/out", TOKENIZER, disable_tqdm=True)
-    assert manifest["documents"] == {"train": 3}
