@@ -343,7 +343,7 @@ def _parsed_json(text: bytes, what: str) -> Any:
     except RecursionError:
         reason, said = "nested too deeply", "nested too deeply"
     except UnicodeDecodeError as error:
-        reason, said = "not UTF-8", f"not UTF-8: {error}"
+        reason, said, what = "not UTF-8", str(error), f"{what} in UTF-8"
     except json.JSONDecodeError as error:
         reason, said = "not JSON", f"{error}; expected one whole object per line"
     except ValueError as error:

@@ -154,8 +154,8 @@ def check_documents(documents: Documents, block_size: int) -> None:
     share = share_of_countable_slots(documents, block_size)
     if share == 0.0:
         raise ValueError(
-            f"None of the {len(documents)} documents has two neighbouring supervised tokens. Check that the "
-            "conversations have answers and that max_length does not cut them all off."
+            f"None of the {len(documents)} documents has two neighbouring supervised tokens: there is nothing to "
+            "learn from. Check that the conversations have answers and that max_length does not cut them all off."
         )
     if share < 0.5:
         logger.warning(

@@ -373,8 +373,8 @@ def load_documents(
     thinking, stored = tokenize_kwargs.get("enable_thinking"), thinking_mode(manifest)
     if thinking not in (None, stored):
         raise ValueError(
-            f"enable_thinking={thinking} has no effect on {address}, which was tokenised with {stored}: leave it out, "
-            "or tokenise again."
+            f"enable_thinking={thinking} has no effect on {address}, which was tokenised with "
+            f"enable_thinking={stored}. Leave it out, or tokenise anew."
         )
     documents = open_documents(address, split, storage_options)
     check_documents_fit(documents, tokenizer, allow_other_template)
