@@ -144,8 +144,6 @@ MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "Parquet"}
 KINDS = {"gz": "gzip", "zst": "zstd", "parquet": "Parquet"}
 # A file of up to so many bytes is fetched by one request.
 WHOLE_BYTES = 16 * 2**20
-# Bytes of a line; a longer one, such as a whole file without line ends, is not held in memory.
-LARGEST_LINE = 2**28
 
 
 def _shown(value: Any) -> str:
@@ -210,11 +208,8 @@ def list_files(
     files = [file for file in files if file.path == path or "/." not in f"/{file.name}"]
     read = [file for file in files if file.path == path or file.name.lower().endswith(suffixes)]
     if not read:
-        raise FileNotFoundError(
-            f"{address} holds no file that ends in one of {SUFFIXES}. Name a .json file, or all of them by "
-            "FOLDER/*.json."
-        )
-    if left := [file.name for file in files if file not in read]:
+        raise FileNotFoundError(f"{address} holds no file that ends in one of {SUFFIXES}; .json by FOLDER/*.json.")
+    if left := sorted({file.name for file in files} - {file.name for file in read}):
         logger.warning("%s: %d files of other kinds are not read, such as %s.", address, len(left), left[0])
     return read
 
@@ -245,8 +240,9 @@ def read_rows(fs: fsspec.AbstractFileSystem, file: SourceFile) -> Iterator[tuple
         SourceError: The file cannot be read, or not to its end; names file and line.
     """
     number, named = 0, KINDS.get(file.path.lower().rpartition(".")[2])
+    is_fetched = file.size <= WHOLE_BYTES and not isinstance(fs, LocalFileSystem)
     try:
-        with _opened(fs, file) as raw:
+        with io.BytesIO(fs.cat_file(file.path)) if is_fetched else fs.open(file.path, "rb") as raw:
             start = raw.read(4)
             raw.seek(0)
             kind = next((kind for magic, kind in MAGIC.items() if start.startswith(magic)), named)
@@ -260,12 +256,6 @@ def read_rows(fs: fsspec.AbstractFileSystem, file: SourceFile) -> Iterator[tuple
         raise SourceError(
             f"{file.place}:{number + 1}: {what} ({describe(error)}): copy or write the file again."
         ) from error
-
-
-def _opened(fs: fsspec.AbstractFileSystem, file: SourceFile) -> Any:
-    if file.size <= WHOLE_BYTES and not isinstance(fs, LocalFileSystem):
-        return io.BytesIO(fs.cat_file(file.path))
-    return fs.open(file.path, "rb")
 
 
 def _rows(raw: Any, kind: str | None, is_json: bool) -> Iterator[dict | RowError | None]:
@@ -284,7 +274,7 @@ def _rows(raw: Any, kind: str | None, is_json: bool) -> Iterator[dict | RowError
         # Several frames in a row are one file, and a frame that is cut off is an error.
         stream = io.BufferedReader(pa.CompressedInputStream(raw, "zstd"))
     else:
-        # Files of some stores know no longest line.
+        # Files of some stores cannot be peeked into.
         stream = io.BufferedReader(raw, 2**20)
     if stream.peek(3).startswith(codecs.BOM_UTF8):
         stream.read(3)
@@ -303,20 +293,14 @@ def _unpacked(value: Any, kind: pa.DataType) -> Any:
 
 
 def _json_lines(stream: Any) -> Iterator[dict | RowError | None]:
-    """The row of each line of a binary stream; a line that is too long is an error."""
-    while line := stream.readline(LARGEST_LINE):
-        if len(line) < LARGEST_LINE or line.endswith(b"\n"):
-            yield _row(_parsed_json(line, "the line is not JSON")) if line.strip() else None
-            continue
-        while (rest := stream.readline(LARGEST_LINE)) and not rest.endswith(b"\n"):
-            pass
-        what = f"expected one JSON object per line, got a line of more than {LARGEST_LINE >> 20} MiB"
-        yield RowError("line too long", f"{what}: {_shown(line)}.")
+    """The row of each line of a binary stream."""
+    for line in stream:
+        yield _row(_parsed_json(line, "the line is not JSON")) if line.strip() else None
 
 
 def _json_items(stream: Any) -> Iterator[dict | RowError | None]:
     """The rows of a `.json` file: of one list, one object, or the lines that such a file may hold as well."""
-    first = stream.readline(LARGEST_LINE)
+    first = stream.readline()
     # Lines may be more than fit in memory.
     if not first.lstrip().startswith(b"[") and isinstance(row := _parsed_json(first, ""), dict):
         yield row

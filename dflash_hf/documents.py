@@ -215,15 +215,6 @@ class DocumentFolder:
         with self.fs.open(f"{self.root}/{shard}", "rb") as raw:
             yield from pq.ParquetFile(raw).iter_batches(256, columns=columns)
 
-    def is_damaged(self, shard: str) -> bool:
-        """Whether documents of a shard cannot be read."""
-        try:
-            for _ in self.batches(shard):
-                pass
-        except (OSError, pa.ArrowException):
-            return True
-        return False
-
     # Writing
 
     @contextmanager
@@ -373,9 +364,15 @@ def open_documents(
     try:
         data = load_dataset("parquet", data_files=files, split=split, storage_options=options, cache_dir=cache_dir)
     except DatasetGenerationError as error:
-        damaged = ", ".join(f"{folder.root}/{shard}" for shard in shards if folder.is_damaged(shard))
+        damaged = []
+        for shard in shards:
+            try:
+                for _ in folder.batches(shard):
+                    pass
+            except (OSError, pa.ArrowException):
+                damaged.append(f"{folder.root}/{shard}")
         cause = describe(error.__cause__ or error)
-        raise ValueError(f"Shards are damaged within ({cause}): {damaged or address}. Delete them. {AGAIN}") from error
+        raise ValueError(f"{damaged or address} is damaged within ({cause}). Delete it. {AGAIN}") from error
     # What the ids mean and how the text was written travels with the data set.
     fields = ("format", "vocabulary_hash", "vocabulary_size", "template_hash")
     identity = {name: manifest[name] for name in fields}

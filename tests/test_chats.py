@@ -5,7 +5,6 @@ import gzip
 import json
 import os
 import time
-import tracemalloc
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,7 +13,7 @@ from datasets import load_dataset
 from tiny import chat, json_lines, refused
 
 from dflash_hf import chats
-from dflash_hf.chats import RowError, list_files, open_filesystem, read_chats, read_rows, refuse_credentials
+from dflash_hf.chats import RowError, list_files, open_filesystem, read_chats, refuse_credentials
 from dflash_hf.tokenizing import SOURCE_KEY, read_completions
 
 
@@ -335,21 +334,6 @@ def test_paths_that_hold_nothing_are_errors(tmp_path):
         read_completions(tmp_path, on_error="skip")
     with refused(ValueError, "on_error", "stop"):
         read_completions(tmp_path, on_error="stop")
-
-
-@pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_a_file_without_line_ends_is_not_held_in_memory(tmp_path, monkeypatch, suffix):
-    monkeypatch.setattr(chats, "LARGEST_LINE", 2**16)
-    path = tmp_path / f"a.jsonl{suffix}"
-    content = f"{LINE}\n[{','.join([LINE] * 100_000)}]\n{LINE}".encode()
-    path.write_bytes(gzip.compress(content) if suffix else content)
-    (file,) = list_files(path)
-    tracemalloc.start()
-    rows = [row for _, row, _ in read_rows(open_filesystem(path)[0], file)]
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert [getattr(row, "reason", None) for row in rows] == [None, "line too long", None]
-    assert peak < 3_500_000
 
 
 # --- Addresses
