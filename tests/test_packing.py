@@ -86,8 +86,7 @@ def stored(kind: str, documents: list[dict], tmp_path) -> tuple[datasets.Dataset
     if kind == "concatenated":
         return datasets.concatenate_datasets([data, data.select([4, 3])]), [*documents, documents[4], documents[3]]
     if kind == "large lists":
-        column = datasets.LargeList(datasets.Value("int32"))
-        return data.cast_column("input_ids", column), documents
+        return data.cast_column("input_ids", datasets.LargeList(datasets.Value("uint16"))), documents
     if kind == "pairs":
         column = datasets.List(datasets.List(datasets.Value("int32"), length=2))
         return data.cast_column("supervised_spans", column), documents

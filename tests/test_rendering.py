@@ -57,29 +57,19 @@ PARALLEL = [
     {"type": "function", "id": "1", "function": {"name": "add", "arguments": '{"x": 1}'}},
     {"type": "function", "id": "2", "function": {"name": "find", "arguments": {"y": "b"}}},
 ]
+HERE = "write <|im_end|>, <|eot_id|>, <end_of_turn>, <|return|> or </s>!"
 ROWS = {
     "one turn": {"messages": [user("hi"), says("hello")]},
     "many turns": {"messages": [user("a"), says("b"), user("c"), says("d"), user("e"), says("f")]},
     "system": {"messages": [{"role": "system", "content": "s"}, user("hi"), says("hello")]},
-    "none fields": {
-        "messages": [{**user("hi"), "name": None, "tool_calls": None}, says("hello", tool_calls=None, refusal=None)],
-        "tools": None,
-    },
     "unicode": {"messages": [user("é 你好 🙂"), says("ß 🙂‍↕️ 漢\u0301")]},
-    "special text": {
-        "messages": [user("hi"), says("write <|im_end|>, <|eot_id|>, <end_of_turn>, <|return|> or </s>!")]
-    },
+    "special text": {"messages": [user("hi"), says(HERE)]},
     "empty content": {"messages": [user("hi"), says("")]},
     "thinking": {"messages": [user("hi"), says("hello", reasoning_content="hm")]},
     "inline thinking": {"messages": [user("hi"), says("<think>\nhm\n</think>\n\nhello")]},
     "closing tag": {"messages": [user("hi"), says("hm\n</think>\n\nhello")]},
     "earlier thinking": {
-        "messages": [
-            user("a"),
-            says("b", reasoning_content="first"),
-            user("c"),
-            says("d", reasoning_content="second"),
-        ]
+        "messages": [user("a"), says("b", reasoning_content="first"), user("c"), says("d", reasoning_content="second")]
     },
     "cut thinking": {"messages": [user("hi"), says("", reasoning_content="hm, so")], "finish_reason": "length"},
     "cut inline": {"messages": [user("hi"), says("<think>\nhm, so")], "finish_reason": "length"},
@@ -94,7 +84,6 @@ ROWS = {
         "tools": TOOLS,
     },
 }
-HERE = "write <|im_end|>, <|eot_id|>, <end_of_turn>, <|return|> or </s>!"
 QWEN_CALLS = (
     "<tool_call>\n<function=add>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>\n"
     "<tool_call>\n<function=find>\n<parameter=y>\nb\n</parameter>\n</function>\n</tool_call><|im_end|>"
@@ -112,7 +101,6 @@ def plain(end, **others):
         "one turn": [["hello" + end]],
         "many turns": [["b" + end, "d" + end, "f" + end]],
         "system": [["hello" + end]],
-        "none fields": [["hello" + end]],
         "unicode": [["ß 🙂‍↕️ 漢\u0301" + end]],
         "special text": [[HERE + end]],
         "empty content": [[end]],
@@ -136,7 +124,6 @@ def thinking(opened, empty, merged, tool_calls, **others):
         "one turn": [[empty + "hello" + end]],
         "many turns": [[text for (text,) in turns]] if merged else turns,
         "system": [[empty + "hello" + end]],
-        "none fields": [[empty + "hello" + end]],
         "unicode": [[empty + "ß 🙂‍↕️ 漢\u0301" + end]],
         "special text": [[empty + HERE + end]],
         "empty content": [[empty + end]],
