@@ -2,12 +2,10 @@
 """A server's request log answered again by the target: what is asked, what is left out, what is refused."""
 
 import pytest
-from test_generate_completions import RECIPES, as_file, greedy_alone, load_recipe, recipe, run, target  # noqa: F401
+from test_generate_completions import as_file, greedy_alone, recipe, run, target  # noqa: F401
 from tiny import byte_tokenizer
 
-from dflash_hf.chats import RowError, read_chats
-from dflash_hf.documents import format_summary
-from dflash_hf.tokenizing import tokenize_files
+from dflash_hf.chats import read_chats
 
 
 USER = {"role": "user", "content": "why?"}
@@ -103,49 +101,3 @@ def test_what_the_target_cannot_be_asked_is_named(content, expected):
     prompts = [{"messages": [USER]}, {"messages": [{**USER, "content": content}]}]
     with pytest.raises(ValueError, match=expected):
         recipe.tokenize_prompts(prompts, byte_tokenizer(template), 100)
-
-
-@pytest.mark.parametrize(
-    "response",
-    [
-        'data: {"choices": [{"delta": {"content": "a"}}]}\n\ndata: [DONE]\n\n',
-        [{"choices": [{"delta": {"content": "a"}}]}],
-        {"object": "chat.completion.chunk", "choices": [{"delta": {"content": "a"}}]},
-    ],
-)
-def test_a_streamed_answer_is_named_as_what_it_is(response):
-    with pytest.raises(RowError, match=r"streamed.*join their `delta`s.*generate_completions\.py") as caught:
-        read_chats({"request": {"messages": [USER]}, "response": response})
-    assert caught.value.reason == "streamed"
-
-
-@pytest.mark.parametrize("response", [{"response": None}, {"response": {"error": "x"}}, {}])
-def test_a_request_that_was_not_answered_is_named_as_that(response):
-    with pytest.raises(RowError, match="the response to the request has no `choices`") as caught:
-        read_chats({"request": {"messages": [USER]}, **response})
-    assert caught.value.reason == "no answer"
-
-
-def test_answers_of_several_models_are_told_of(tmp_path):
-    """A gateway's log holds those of others than the target, which a drafter is not to learn from."""
-    rows = [logged([{**USER, "content": f"{i}?"}]) for i in range(4)]
-    alike = tokenize_files(as_file(tmp_path / "alike.jsonl", rows), tmp_path / "alike", byte_tokenizer())
-    assert alike["models"] == {"other": 4} and "several models" not in format_summary(alike)
-    rows[1]["response"]["model"] = "qwen"
-    del rows[2]["response"]["model"]
-    mixed = tokenize_files(as_file(tmp_path / "mixed.jsonl", rows), tmp_path / "mixed", byte_tokenizer())
-    assert mixed["models"] == {"other": 2, "qwen": 1}
-    told = format_summary(mixed)
-    assert "the answers are of several models (other 2, qwen 1)" in told and "generate_completions.py" in told
-    # A manifest of an earlier version has no such counts.
-    assert format_summary({name: value for name, value in mixed.items() if name != "models"})
-
-
-@pytest.mark.parametrize(("fraction", "split"), [(0.001, "eval"), (0.999, "train")])
-def test_too_few_conversations_for_both_splits_are_told_of(tmp_path, capsys, fraction, split):
-    byte_tokenizer().save_pretrained(tmp_path / "target")
-    log = as_file(tmp_path / "log.jsonl", [logged([USER])])
-    module = load_recipe(RECIPES / "tokenize_completions.py")
-    arguments = {"eval_fraction": fraction, "num_proc": 1, "examples": 0}
-    module.main(module.TokenizeArguments(str(log), str(tmp_path / "target"), str(tmp_path / "out"), **arguments))
-    assert f"eval_fraction={fraction} leaves no document of the split {split}" in capsys.readouterr().out

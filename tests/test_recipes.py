@@ -51,7 +51,13 @@ def test_the_training_recipe_runs_and_continues(launcher, target_folder, complet
     if len(launcher) > 1:
         launcher = [*launcher, "--num_processes", "1", "--cpu"]
         documents = tmp_path / "documents"
-        tokenize = [sys.executable, "recipes/tokenize_completions.py", "--completions", completions]
+        tokenize = [
+            sys.executable,
+            "-c",
+            "from dflash_hf.command_tokenize import main; main()",
+            "--completions",
+            completions,
+        ]
         tokenize += ["--target", target_folder, "--output", documents, "--max_length", "96", "--num_proc", "1"]
         run(*tokenize, "--eval_fraction", "0.4")
         completions = documents
