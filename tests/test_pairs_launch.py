@@ -15,8 +15,7 @@ from test_prefetch import FailsAtBatch5, make_trainer, target_threads
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from transformers import AutoModelForCausalLM
 
-from dflash_hf import DFlashTrainer
-from dflash_hf import prefetch as pairs
+from dflash_hf import DFlashTrainer, callbacks
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,7 +57,7 @@ def train(folder, name, depth, rows_per_step=2, resume=None, fails=False, target
         exchanges.append(bucket.index())
         return bf16_compress_hook(state, bucket)
 
-    pairs.bf16_compress_hook = counted
+    callbacks.bf16_compress_hook = counted
     trainer.train(resume_from_checkpoint=resume and f"{folder}/{resume}")
     return {
         "exchanges": exchanges.count(0),
