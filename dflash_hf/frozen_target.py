@@ -49,10 +49,7 @@ def check_fits(drafter_config: DFlashDraftConfig, target_config: PreTrainedConfi
     """Raise a ValueError for a drafter that was made for another target, whose embedding has `embedding_rows`."""
     mask = drafter_config.mask_token_id
     if mask is not None and mask >= embedding_rows:
-        raise ValueError(
-            f"mask_token_id={mask} is outside the target's embedding of {embedding_rows} rows; choose an id that "
-            "texts do not use."
-        )
+        raise ValueError(f"mask_token_id={mask} is outside the target's embedding of {embedding_rows} rows.")
     text_config = target_config.get_text_config(decoder=True)
     expected = {
         "hidden_size": text_config.hidden_size,
@@ -72,20 +69,19 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     layers = dict(model.get_decoder().named_children()).get("layers")
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(
-            f"{type(model).__name__} does not keep its decoder layers in `get_decoder().layers`, where they are read. "
-            "Choose a target of the Llama or Qwen families or most others."
+            f"{type(model).__name__} keeps its decoder layers in another place than `get_decoder().layers`. Choose a "
+            "target of the Llama or Qwen families or most others."
         )
     return layers
 
 
 def check_taps(taps: list[int], depth: int) -> None:
     """Raise a ValueError for layers that a target of this depth does not have, or that cannot be read."""
-    if not taps or any(b <= a for a, b in pairwise(taps)) or taps[0] < 0:
-        raise ValueError(f"target_layer_ids={taps} must be layer indices, unique and ascending, at least one.")
-    if taps[-1] >= depth - 1:
+    # The last layer's entry in hidden_states is after the final norm, while a hook sees it before.
+    if not taps or any(b <= a for a, b in pairwise(taps)) or taps[0] < 0 or taps[-1] >= depth - 1:
         raise ValueError(
-            f"target_layer_ids={taps} must lie in 0..{depth - 2} for a target of {depth} layers: engines read the "
-            "last one after the final norm, a hook before it."
+            f"target_layer_ids={taps} must be one or more of 0..{depth - 2}, unique and ascending: all layers of the "
+            "target but the last one."
         )
 
 
@@ -103,28 +99,24 @@ def refuse_slow(config: PreTrainedConfig) -> None:
 def take_model(
     model: str | Path | PreTrainedModel,
     device: torch.device | str | None,
-    allow_slow_target: bool,
+    allow_slow: bool,
     init_kwargs: dict[str, Any],
 ) -> PreTrainedModel:
     """A loaded target, from a Hub id, a folder or itself; refused where it could not run, or far too slowly."""
     if isinstance(model, str | Path):
-        if not allow_slow_target and device is not None and torch.device(device).type == "cuda":
+        if not allow_slow and device is not None and torch.device(device).type == "cuda":
             with _explained(model):
                 config = AutoConfig.from_pretrained(model, return_unused_kwargs=True, **init_kwargs)[0]
             refuse_slow(config)
         model = load_model(model, device, init_kwargs)
     elif not isinstance(model, nn.Module):
-        raise TypeError(
-            f"The target is a {type(model).__name__}; give a Hub id, a folder or a loaded causal language model."
-        )
+        raise TypeError(f"The target is a {type(model).__name__}; give a Hub id, a folder or a loaded model.")
     elif init_kwargs:
         raise ValueError(
-            f"target_model_init_kwargs={init_kwargs} do not change a loaded target. Pass its id or folder instead."
+            f"target_model_init_kwargs={init_kwargs} do not change a loaded target; give its id or folder."
         )
     if any(p.is_meta for p in model.parameters()):
-        raise ValueError(
-            f"The target {type(model).__name__} has parameters on the meta device. Load it without offloading."
-        )
+        raise ValueError(f"{type(model).__name__} has parameters on the meta device; load it without offloading.")
     return model
 
 
@@ -183,9 +175,7 @@ def _explained(name: str | Path) -> Iterator[None]:
 def eos_token_ids(generation_config: GenerationConfig) -> list[int]:
     """Ids after which a target stops generating."""
     ids = generation_config.eos_token_id
-    if ids is None:
-        return []
-    return [ids] if isinstance(ids, int) else list(ids)
+    return [ids] if isinstance(ids, int) else list(ids or [])
 
 
 def read_eos_token_ids(name: str) -> list[int]:
@@ -288,10 +278,7 @@ class _LastTapRead(Exception):
 def read_taps(
     decoder: nn.Module, layers: nn.ModuleList, target_layer_ids: Sequence[int], final_states: bool, **inputs: Any
 ) -> list[torch.Tensor]:
-    """Outputs `[B, T, D]` of the tapped ones of a decoder's layers; hooks live only during the forward.
-
-    With `final_states` all layers run, and the states after the final norm come last.
-    """
+    """Outputs `[B, T, D]` of the tapped layers, and with `final_states` those of the final norm, by passing hooks."""
     taps: dict[int, torch.Tensor] = {}
     final = []
 
@@ -486,15 +473,13 @@ class FrozenTarget:
             return PackedDense(decoder, self._read_taps, compiled_function(flex_documents))
         if PackedDense.fits(decoder):
             return PackedDense(decoder, self._read_taps)
-        self._say_padded(
-            "only Qwen3.5/3.6 layers, full attention by sdpa and, compiled on a GPU, sliding attention are packed"
-        )
+        self._say_padded("only Qwen3.5/3.6, full attention by sdpa and, compiled, sliding attention are packed")
         return None
 
     def _say_padded(self, reason: str) -> None:
         logger.warning(
-            f"Documents cannot share a row of this {type(self.model).__name__}: {reason}. Each runs in a row of its "
-            "own instead, which is right and slower."
+            f"Documents cannot share a row of this {type(self.model).__name__}: {reason}. Each runs in its own row, "
+            "which is right and slower."
         )
 
     @property
@@ -642,20 +627,15 @@ def _quantised(model: Any) -> bool:
 
 
 def random_target(
-    config: PreTrainedConfig,
-    target_layer_ids: list[int],
-    device: torch.device | str,
-    dtype: torch.dtype | str = torch.bfloat16,
-    seed: int = 0,
-    **options: Any,
-) -> FrozenTarget:
+    config: PreTrainedConfig, target_layer_ids: list[int], device: torch.device | str,
+    dtype: torch.dtype | str = torch.bfloat16, seed: int = 0, **options: Any,
+) -> FrozenTarget:  # fmt: skip
     """A target with the shape of a real one and random weights, made on its device: nothing passes through the host.
 
     `config` is the text model's, `dtype` a torch type or its name; `options` are further arguments of
     [`FrozenTarget`]. What a drafter learns from it is worth nothing.
     """
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype)
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     with torch.random.fork_rng(devices=[device] if torch.device(device).type == "cuda" else []):
         torch.manual_seed(seed)
         with torch.device(device):

@@ -33,7 +33,7 @@ from transformers import (
     Qwen3Model,
 )
 
-from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainingArguments, FrozenTarget
+from dflash_hf import DFlashDraftConfig, DFlashDraftModel, FrozenTarget
 from dflash_hf import frozen_target as frozen_targets
 from dflash_hf import generation as decoding_state
 from dflash_hf.acceptance import DecodingSettings, plain_answers
@@ -204,15 +204,6 @@ def test_nothing_after_the_last_tap_runs(family):
         module.register_forward_pre_hook(lambda module, args, name=name: ran.append(name))
     target.context_hidden_states(torch.arange(10)[None])
     assert ran == [f"layer {i}" for i in range(TAPS[family][-1] + 1)]
-
-
-def test_documents_of_similar_length_run_together_with_little_padding():
-    target, shapes = frozen("dense"), []
-    target.model.get_decoder().register_forward_pre_hook(
-        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
-    target.context_hidden_states(*pack([documents(30, 10, 31), documents(10, 32)], width=80))
-    assert sorted(shapes) == [(2, 10), (3, 32)]
 
 
 def test_rows_without_documents_are_zero_and_a_batch_of_them_an_error():
@@ -749,11 +740,6 @@ def test_only_a_target_that_tunes_kernels_settles_their_folder_and_says_so(
     # Nobody waits for it a second time.
     target._unchecked = None
     assert target.tuning_notice() is None
-
-
-def test_the_arguments_of_training_reach_the_target(tmp_path):
-    args = DFlashTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    assert args.compile_target and not args.allow_slow_target
 
 
 @pytest.mark.gpu

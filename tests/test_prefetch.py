@@ -9,10 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import runs
-import tiny
 import torch
 from accelerate import Accelerator, skip_first_batches
-from tiny import hybrid_target, refused, tiny_drafter
+from tiny import hybrid_target, refused
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
@@ -134,6 +133,8 @@ def test_the_last_batch_is_marked_when_it_is_handed_out(depth, skipped):
 class Recorder:
     """A target whose hidden states are its batch's number, and which says when it started and ended."""
 
+    device = CPU
+
     def __init__(self, log: list, fail_at: int = -1, seconds: float = 0.0):
         self.log, self.fail_at, self.seconds = log, fail_at, seconds
 
@@ -154,9 +155,9 @@ def batches(count: int):
         }  # fmt: skip
 
 
-def prefetcher(target, depth: int) -> Prefetcher:
-    throughput = Throughput(CPU, [CPU])
-    return Prefetcher(FeatureTransfer(target, [CPU], CPU, "peer"), CPU, depth, throughput)
+def prefetcher(target, depth: int, device: torch.device = CPU, copies: str = "peer") -> Prefetcher:
+    transfer = FeatureTransfer(target, [target.device], device, copies)
+    return Prefetcher(transfer, device, depth, Throughput(device, [target.device]))
 
 
 def until(condition, seconds: float = 10.0):
@@ -792,14 +793,11 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 LAYOUTS = ["shared", pytest.param("paired", marks=two_gpus)]
 
 
-def run_on_gpu(folder, depth: int, layout: str, target: str = "dense_target", **arguments) -> dict:
-    model = getattr(tiny, target)()
-    args = DFlashTrainingArguments(
-        output_dir=str(folder), row_length=64, num_anchors=8, num_train_epochs=2, logging_steps=1, report_to="none",
-        disable_tqdm=True, save_strategy="no", bf16=True, prefetch_depth=depth, target_layout=layout,
-        **{"drafter_attn_implementation": "sdpa", "compile_layers": False, **arguments},
-    )  # fmt: skip
-    trainer = DFlashTrainer(tiny_drafter(model), model, args, train_dataset=documents(24))
+def run_on_gpu(folder, depth: int, layout: str, **arguments) -> dict:
+    values = {"drafter_attn_implementation": "sdpa", "compile_layers": False, **arguments}
+    trainer = make_trainer(
+        folder, depth, num_documents=24, row_length=64, bf16=True, use_cpu=False, target_layout=layout, **values
+    )
     trainer.train()
     devices = {p.device for p in trainer.target.model.parameters()}
     assert devices == {torch.device("cuda", 0 if layout == "shared" else 1)}
@@ -830,9 +828,8 @@ def test_g2_depth_changes_no_bit_of_a_loss(layout, copies, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_g2_depth_changes_no_bit_of_training_with_flex_attention(layout, tmp_path):
-    assert (
-        run_on_gpu(tmp_path, 2, layout, **COMPILED)["losses"] == run_on_gpu(tmp_path, 0, layout, **COMPILED)["losses"]
-    )
+    ahead, in_turn = (run_on_gpu(tmp_path, depth, layout, **COMPILED)["losses"] for depth in (2, 0))
+    assert ahead == in_turn
 
 
 @pytest.mark.gpu
@@ -864,13 +861,10 @@ def run_compiled(folder, depth: int) -> tuple[list[float], int, set[str]]:
         {"input_ids": torch.randint(0, 256, (n,), generator=generator).tolist(), "supervised_spans": [[5, n]]}
         for n in lengths
     ]
-    model = tiny.dense_target()
-    args = DFlashTrainingArguments(
-        output_dir=str(folder), row_length=1200, num_anchors=8, max_steps=30, logging_steps=1, report_to="none",
-        disable_tqdm=True, save_strategy="no", bf16=True, prefetch_depth=depth, target_layout="shared",
-        compile_target=True,
+    trainer = make_trainer(
+        folder, depth, train_documents=rows, trainer_class=CompilesOnGpu, row_length=1200, max_steps=30, bf16=True,
+        use_cpu=False, target_layout="shared", compile_target=True,
     )  # fmt: skip
-    trainer = CompilesOnGpu(tiny_drafter(model), model, args, train_dataset=rows)
     # Without shapes that stand for any length the target compiles for each one, late ones too.
     with torch._dynamo.config.patch(
         automatic_dynamic_shapes=False, recompile_limit=1000, accumulated_recompile_limit=1000
@@ -910,22 +904,20 @@ class BusyTarget:
 
 
 def step_milliseconds(target: BusyTarget, device: torch.device, depth: int, copies: str, steps: int = 30) -> float:
-    prefetcher = Prefetcher(
-        FeatureTransfer(target, [target.device], device, copies), device, depth, Throughput(device, [target.device])
-    )
+    runs_ahead = prefetcher(target, depth, device, copies)
     matrix = target.matrix.to(device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     wrong = torch.zeros((), device=device)
-    for number, batch in enumerate(prefetcher.look_ahead(batches(steps), NO_DATALOADER)):
+    for number, batch in enumerate(runs_ahead.look_ahead(batches(steps), NO_DATALOADER)):
         if number == 5:
             start.record(torch.cuda.current_stream(device))
-        states = prefetcher.context_hidden_states(batch)
+        states = runs_ahead.context_hidden_states(batch)
         wrong += (states != number).sum()
         target.work(matrix)
         del states
     end.record(torch.cuda.current_stream(device))
     end.synchronize()
-    prefetcher.close()
+    runs_ahead.close()
     assert wrong.item() == 0
     return start.elapsed_time(end) / (steps - 5)
 
@@ -947,16 +939,14 @@ def test_nothing_in_a_step_waits_for_a_device(layout, depth):
     """Token ids in pinned memory, as the dataloader gives them; torch raises where the host would wait."""
     device = torch.device("cuda", 0)
     target = BusyTarget(torch.device("cuda", 0 if layout == "shared" else 1), size=256, repeats=2)
-    prefetcher = Prefetcher(
-        FeatureTransfer(target, [target.device], device, "peer"), device, depth, Throughput(device, [target.device])
-    )
+    runs_ahead = prefetcher(target, depth, device)
     pinned = ({**batch, "input_ids": batch["input_ids"].pin_memory()} for batch in batches(9))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        total = sum(prefetcher.context_hidden_states(b)[0, 0, 0] for b in prefetcher.look_ahead(pinned, NO_DATALOADER))
+        total = sum(runs_ahead.context_hidden_states(b)[0, 0, 0] for b in runs_ahead.look_ahead(pinned, NO_DATALOADER))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-        prefetcher.close()
+        runs_ahead.close()
     assert total.item() == sum(range(9))
 
 
@@ -977,19 +967,17 @@ def test_memory_is_bounded_by_the_depth(layout, depth):
     device = torch.device("cuda", 0)
     target = BusyTarget(torch.device("cuda", 0 if layout == "shared" else 1), repeats=1, width=2**25)
     size = 2 * target.width
-    prefetcher = Prefetcher(
-        FeatureTransfer(target, [target.device], device, "peer"), device, depth, Throughput(device, [target.device])
-    )
+    runs_ahead = prefetcher(target, depth, device)
     matrix = target.matrix.to(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_stats(device)["active_bytes.all.current"]
-    for batch in prefetcher.look_ahead(batches(20), NO_DATALOADER):
-        states = prefetcher.context_hidden_states(batch)
+    for batch in runs_ahead.look_ahead(batches(20), NO_DATALOADER):
+        states = runs_ahead.context_hidden_states(batch)
         for _ in range(40):
             torch.matmul(matrix, matrix)
         del states
     torch.cuda.synchronize(device)
-    prefetcher.close()
+    runs_ahead.close()
     # On a shared GPU the target's own product is twice there while it is made.
     allowed = depth + 1 + (2 if layout == "shared" else 0)
     # Active memory: what was freed but is still used by another stream counts.
