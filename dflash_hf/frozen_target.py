@@ -60,8 +60,8 @@ def check_fits(drafter_config: DFlashDraftConfig, target_config: PreTrainedConfi
         given = getattr(drafter_config, name)
         if given != value:
             raise ValueError(
-                f"The drafter's {name} is {given}, the target's is {value}. Load the target that the drafter was made "
-                "for, or make a new drafter by DFlashDraftConfig.from_target_config."
+                f"The drafter's {name} is {given}, the target's is {value}. Load the drafter's own target, or make a "
+                "drafter by DFlashDraftConfig.from_target_config."
             )
 
 

@@ -32,9 +32,6 @@ from transformers.utils.import_utils import is_flash_linear_attention_available
 from .masking import document_block_mask, flex_kernel_options
 
 
-# --- Compiled functions that a thread beside the training one may call: there they run, and never compile.
-
-
 class NotCompiled(Exception):
     """What runs ahead of the training thread needs something compiled, which only the training thread may do."""
 
@@ -86,9 +83,6 @@ def refuse_ahead(what: str) -> None:
         raise NotCompiled(f"{what} belongs into the training thread.")
 
 
-# --- How the documents of a batch share the forwards of the target: in one packed row, or in rows of similar length.
-
-
 # Documents run through the target together while padding stays below this share of the tokens.
 MAX_PADDING = 0.05
 # Tokens of one forward of the target, so that its memory does not grow with the batch.
@@ -113,8 +107,7 @@ def document_pieces(document_lengths: Sequence[Sequence[int]], width: int) -> li
     for row, lengths in enumerate(document_lengths):
         if sum(lengths) > width:
             raise ValueError(
-                f"Row {row} holds documents of {sum(lengths)} tokens together but is {width} tokens wide. Pass the "
-                "document_lengths of this batch."
+                f"Row {row} is {width} tokens wide, its document_lengths {sum(lengths)} together."
             )
         start = 0
         for length in lengths:
@@ -125,9 +118,9 @@ def document_pieces(document_lengths: Sequence[Sequence[int]], width: int) -> li
 
 
 def groups_of_similar_length(pieces: Iterable[Piece], max_tokens: int = MAX_FORWARD_TOKENS) -> Iterator[list[Piece]]:
-    """Documents by falling length, in groups that one right-padded forward takes.
+    """Documents by falling length, in groups that one right-padded forward takes, with less than `MAX_PADDING`.
 
-    A group has at most `max_tokens`, padding included, unless it is one document; padding is below `MAX_PADDING`.
+    A group has at most `max_tokens`, padding included, unless it is one document.
     """
 
     def fits(longest: int, count: int, tokens: int) -> bool:
@@ -202,9 +195,6 @@ def _round_up(length: int) -> int:
     return -(-length // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
-# --- What mixes tokens in a target, for packed rows: convolution, gated delta rule and attention within documents.
-
-
 # The first release whose kernels take the chunks of packed documents from the caller.
 LINEAR_ATTENTION_FLOOR = "0.6"
 
@@ -223,8 +213,8 @@ def causal_convolution(
 ) -> torch.Tensor:
     """Depthwise causal convolution of `x` `[1, N, C]`, N at least W, that starts anew in each document; fp32 inside.
 
-    A sum of shifted products, so that a compiler makes one kernel of it and of what surrounds it; the layout stays
-    that of the projections before and behind. The last column of `weight` `[C, 1, W]` is for the token itself.
+    A sum of shifted products, of which and of what surrounds it a compiler makes one kernel. The last column of
+    `weight` `[C, 1, W]` is for the token itself.
     """
     kernel = weight[:, 0].float()
     total = x.float() * kernel[:, -1]

@@ -42,7 +42,9 @@ from dflash_hf.frozen_target import (
     FrozenHead,
     keep_tuned_kernels,
     load_model,
+    random_target,
     refuse_slow,
+    synthetic_documents,
     varied_lengths,
 )
 from dflash_hf.generation import speculative_generate
@@ -276,6 +278,16 @@ def test_a_folder_is_loaded_cut_and_equal(family, tmp_path):
     assert torch.equal(cut.model.lm_head.weight, model.lm_head.weight)
     half = FrozenTarget(tmp_path, TAPS[family], dtype=torch.bfloat16)
     assert half.context_hidden_states(ids, lengths).dtype == torch.bfloat16
+
+
+def test_a_run_can_be_measured_on_random_weights_and_tokens():
+    config = dense_target().config
+    target, same = (random_target(config, [1, 3], "cpu", "bfloat16") for _ in range(2))
+    assert len(target.layers) == 4 and target.model.dtype == torch.bfloat16
+    rows = synthetic_documents(3, 32, VOCAB_SIZE, MASK_TOKEN_ID)
+    ids = torch.tensor([row["input_ids"] for row in rows])
+    assert ids.shape == (3, 32) and not (ids == MASK_TOKEN_ID).any() and rows[0]["supervised_spans"] == [[2, 32]]
+    assert torch.equal(target.context_hidden_states(ids), same.context_hidden_states(ids))
 
 
 def test_a_multimodal_target_is_read_by_its_text_layers(tmp_path):

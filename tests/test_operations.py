@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.frozen_target import FrozenHead
 from dflash_hf.losses import drafter_loss, make_objective
-from dflash_hf.operations import batch_operations, count_operations, drafter_weights, passed_weights
+from dflash_hf.operations import batch_operations, count_operations, drafter_weights, passed_weights, product_rate
 from dflash_hf.planning import DRAFTER_EFFICIENCY, TARGET_EFFICIENCY, make_plan
 from dflash_hf.topology import place
 
@@ -126,3 +126,7 @@ def test_the_trainer_takes_what_is_counted(tmp_path):
     del batch["counted_slots"]
     head = count_operations(drafter_weights(trainer.model), 272 * 64, 0, 0, blocks * 3).head
     assert trainer.floating_point_ops(batch) == counted.drafter - counted.head + head
+
+
+def test_the_rate_of_products_is_measured():
+    assert 1e8 < product_rate(torch.device("cpu")) < 1e14
