@@ -106,9 +106,7 @@ def document_pieces(document_lengths: Sequence[Sequence[int]], width: int) -> li
     pieces = []
     for row, lengths in enumerate(document_lengths):
         if sum(lengths) > width:
-            raise ValueError(
-                f"Row {row} is {width} tokens wide, its document_lengths {sum(lengths)} together."
-            )
+            raise ValueError(f"Row {row} is {width} tokens wide, its document_lengths {sum(lengths)} together.")
         start = 0
         for length in lengths:
             if length > 0:

@@ -11,6 +11,7 @@ import pytest
 import runs
 import torch
 from accelerate import Accelerator, skip_first_batches
+from runs import make_documents
 from tiny import hybrid_target, refused
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
@@ -36,15 +37,6 @@ CPU, OTHER = torch.device("cpu"), torch.device("meta")
 NO_DATALOADER = SimpleNamespace(active_dataloader=None)
 
 
-def documents(count: int) -> list[dict]:
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(17, 30, (count,), generator=generator).tolist()
-    return [
-        {"input_ids": torch.randint(0, 256, (n,), generator=generator).tolist(), "supervised_spans": [[5, n]]}
-        for n in lengths
-    ]
-
-
 def make_trainer(
     folder,
     depth: int,
@@ -56,10 +48,9 @@ def make_trainer(
 ):
     """Two epochs of documents that each fill a row."""
     values = {"num_anchors": 8, "num_train_epochs": 2, "max_steps": -1, "save_strategy": "no", **values}
-    return runs.make_trainer(
-        folder, target, train_documents or documents(num_documents), cls=trainer_class, eval_dataset=documents(3),
-        prefetch_depth=depth, **values,
-    )  # fmt: skip
+    data = train_documents or make_documents(num_documents)
+    values |= {"cls": trainer_class, "eval_dataset": make_documents(3), "prefetch_depth": depth}
+    return runs.make_trainer(folder, target, data, **values)
 
 
 def run(folder, depth: int, resume=None, **arguments) -> dict:
