@@ -25,6 +25,7 @@ from transformers.utils import logging
 from .acceptance import WalkedAnswer, WalkSums, walk_batch
 from .adapting import check_continuing, check_part, check_resumed_part, is_adapter, make_trainable
 from .callbacks import (
+    CompressGradients,
     Interrupts,
     StepGuard,
     TrainingInterrupted,
@@ -43,7 +44,7 @@ from .modeling_dflash import DFlashDraftModel
 from .operations import batch_operations, drafter_weights
 from .optimizers import muon_with_adamw
 from .packing import PackedDataset, RowSampler, with_sources
-from .prefetch import PairCallback, make_pair, place_target
+from .prefetch import make_pair, place_target
 from .publishing import push_checkpoint, push_run, write_card
 from .remote_checkpoints import RemoteCheckpointCallback
 from .resuming import (
@@ -358,7 +359,8 @@ class DFlashTrainer(Trainer):
         self._due_evaluation = DueEvaluation(self)
         remote = args.remote_checkpoint_dir
         for callback in (
-            PairCallback(self.throughput, lambda: self.model_wrapped),
+            self.throughput,
+            *([CompressGradients(lambda: self.model_wrapped)] if args.ddp_bf16_compression else []),
             TrainingFacts(self),
             *(self._guard, self._interrupts, self._due_evaluation),
             *([] if remote is None else [RemoteCheckpointCallback(remote)]),
