@@ -507,7 +507,7 @@ def format_summary(manifest: Mapping[str, Any]) -> str:
         by = ", ".join(f"{name} {count:,}" for name, count in Counter(models).most_common())
         lines.append(
             f"the answers are of several models ({by}), and a drafter learns from those of its own target alone: "
-            "unless these are names of one, let recipes/generate_completions.py answer the others again"
+            "unless these are names of one, let dflash-hf generate answer the others again"
         )
     lines += [f"FAILED {name}: {error}" for name, error in manifest["failed"].items()]
     return "\n".join([*lines, *_histogram(manifest["lengths"])])

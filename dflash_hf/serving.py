@@ -11,7 +11,6 @@ import os
 import random
 import re
 import time
-import urllib.parse
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -31,11 +30,6 @@ from .prompts import EvaluationPrompt
 logger = logging.get_logger(__name__)
 
 Group: TypeAlias = tuple[str | None, str | None]
-
-# Bytes of a page or an answer, which has some kilobytes; what is larger is something else, or never ends.
-LARGEST_PAGE = 2**28
-# More slots than any block has.
-MAX_SLOTS = 1024
 
 # Statuses below 500 to which a later request may get a better answer.
 RETRIED_STATUSES = (408, 409, 425, 429)
@@ -107,14 +101,8 @@ def _events(stream: bytes) -> list[dict[str, Any]]:
 class HttpClient:
     """Asks one server; the environment variable `OPENAI_API_KEY` holds its key if it has one.
 
-    Args:
-        url: Its address.
-        timeout: Seconds without a byte after which a request has failed, and seconds that the body of a page or each
-            event of a stream may take.
-
-    Raises:
-        UnusableAddress: The address or the key cannot be used; a secret is not repeated.
-        ServerError: By [`ask`], when the server fails.
+    `timeout` are the seconds without a byte after which a request has failed, and those that a page or each event of a
+    stream may take. [`UnusableAddress`] says that the address or the key cannot be used, and repeats no secret.
     """
 
     def __init__(self, url: str, timeout: float):
@@ -140,17 +128,16 @@ class HttpClient:
                     raise StatusError(address, response)
                 return parse(self._content(response))
         except (TimeoutError, httpx2.TimeoutException) as error:
-            problem = f"gave nothing for {self.timeout:g} seconds, or came to no end within {self.timeout:g} seconds"
-            raise ServerError(f"{address} {problem}. See the server's log, or raise the timeout.") from error
+            raise ServerError(f"{address} gave no answer within {self.timeout:g} seconds.") from error
         except httpx2.ConnectError as error:
-            problem = f"cannot be reached ({error})"
-            raise ServerError(f"{self.url} {problem}. Start the server, or correct the address.") from error
+            raise ServerError(f"{self.url} cannot be reached ({error}): start the server.") from error
         except httpx2.HTTPError as error:
-            problem = f"broke off ({type(error).__name__}: {error})"
-            raise ServerError(f"{address} {problem}. See the server's log; it may have been killed.") from error
+            raise ServerError(f"{address} broke off ({type(error).__name__}: {error}). See its log.") from error
         except ValueError as error:
-            problem = f"answered with something else than the JSON or text of vLLM and SGLang ({error})"
-            raise ServerError(f"{address} {problem}. Give the engine's own address, not a gateway's.") from error
+            raise ServerError(
+                f"{address} did not answer with the JSON or text of vLLM and SGLang ({error}). Give the engine's own "
+                "address, not a gateway's."
+            ) from error
 
     def _content(self, response: httpx2.Response) -> bytes:
         """All of a response; a server that dribbles on without end is not waited for."""
@@ -160,8 +147,6 @@ class HttpClient:
             # Comments keep a connection alive behind which nothing is written any more: only events count.
             if b"data:" in part:
                 end = time.monotonic() + self.timeout
-            if len(content) > LARGEST_PAGE:
-                raise ValueError(f"more than {LARGEST_PAGE >> 20} MiB")
             if time.monotonic() > end:
                 raise TimeoutError
         return bytes(content)
@@ -173,14 +158,12 @@ def _check_address(url: str) -> None:
     if "@" in url or "?" in url:
         raise UnusableAddress("The server's address holds credentials or a query: give the key as OPENAI_API_KEY.")
     try:
-        parts = urllib.parse.urlsplit(url)
-        # A wrong port shows when it is read.
-        host, _ = parts.hostname, parts.port
-    except ValueError:
-        host = None
-    is_plain = url.isascii() and url.isprintable() and " " not in url
-    if not host or parts.scheme not in ("http", "https") or not is_plain:
-        raise UnusableAddress(f"{url!r} is no address of a server; give one such as http://localhost:8000.")
+        parts = httpx2.URL(url)
+        is_usable = bool(parts.host) and parts.scheme in ("http", "https") and " " not in url
+    except httpx2.InvalidURL:
+        is_usable = False
+    if not is_usable:
+        raise UnusableAddress(f"{url!r} is not an address of a server; give one such as http://localhost:8000.")
 
 
 def _at_once(
@@ -214,12 +197,9 @@ def or_none(value: float) -> float | None:
 
 @dataclass(frozen=True)
 class Verifications:
-    """What some verifications of the target committed.
+    """Verification forwards of the target, the drafts that they accepted, and how many accepted slot 1, 2, .. each.
 
-    Args:
-        forwards: Verification forwards.
-        accepted: Accepted drafts over all of them.
-        by_slot: Forwards that accepted the draft of slot 1, 2, ..; empty where the server does not tell.
+    `by_slot` is empty where the server does not tell.
     """
 
     forwards: float = 0
@@ -283,8 +263,6 @@ def _vllm_counters(page: str) -> Verifications:
     for labels, value in samples.get(per_slot, []):
         if position := _POSITION.search(labels):
             by_slot[int(position[1])] += _count(value, per_slot)
-    if sorted(by_slot) != list(range(len(by_slot))):
-        raise MalformedAnswer(f"its metrics count the slots {sorted(by_slot)[:MAX_SLOTS]}, of which some are missing.")
     forwards = _sum(samples, "vllm:spec_decode_num_drafts", advice)
     accepted = _sum(samples, "vllm:spec_decode_num_accepted_tokens", advice)
     return Verifications(forwards, accepted, [by_slot[k] for k in sorted(by_slot)])
@@ -296,16 +274,12 @@ def _sglang_counters(info: Mapping[str, Any], page: str) -> Verifications:
     Its `/server_info` gives the mean acceptance length; numbers of tokens and requests in its `/metrics` make counts
     of it.
     """
-    states = info.get("internal_states") or [{}]
-    if not isinstance(states, list) or not all(isinstance(state, dict) for state in states):
-        raise MalformedAnswer(f"its internal_states are {str(states)[:80]!r}, where a list of objects is expected.")
+    states = _part(info, "internal_states", list) or [{}]
     if len(states) > 1:
         raise MalformedAnswer(f"it runs {len(states)} data-parallel workers, whose means cannot be pooled. Run one.")
     length = _count(states[0].get("avg_spec_accept_length") or 0, "avg_spec_accept_length")
     if not length:
         return Verifications()
-    if length < 1:
-        raise MalformedAnswer(f"its avg_spec_accept_length is {length}, and each verification commits a token.")
     samples = _samples(page)
     advice = "so there is no number of tokens to take off what was before. Start it with --enable-metrics."
     tokens, requests = (_sum(samples, f"sglang:{name}", advice) for name in ("generation_tokens", "num_requests"))
@@ -356,8 +330,6 @@ def _at_least(histogram: Mapping[int, Any]) -> list[float]:
     """From the number of forwards that accepted 0, 1, .. drafts: those that accepted at least 1, 2, .."""
     counts = {accepted: _count(count, f"forwards with {accepted} accepted") for accepted, count in histogram.items()}
     most = max((accepted for accepted, count in counts.items() if count), default=0)
-    if most > MAX_SLOTS:
-        raise MalformedAnswer(f"a block of it accepted {most} drafts, more than any block has")
     return [sum(count for accepted, count in counts.items() if accepted >= k) for k in range(1, most + 1)]
 
 
@@ -383,46 +355,68 @@ def _part(whole: Mapping[str, Any], name: str, kind: type) -> Any:
 class ServedAnswer:
     """What a server wrote to a prompt, its reasoning first.
 
-    `num_tokens` are those that the server counts, `seconds` go from sending the request to the last token, and
-    `verifications` are the answer's own, where the server tells.
+    `num_tokens` are those that the server counts, `verifications` the answer's own where the server tells them, and
+    `seconds` go from sending the request to the last token.
     """
 
     prompt: EvaluationPrompt
     text: str
     num_tokens: int
+    verifications: Verifications | None
     seconds: float
-    verifications: Verifications | None = None
 
 
 class Server:
     """A running vLLM or SGLang server; the environment variable `OPENAI_API_KEY` holds its key if it has one.
 
-    Args:
-        url: Its address, with or without `/v1`.
-        timeout: Seconds without a byte after which a request has failed.
-        speculates: Whether it must speculate, so that there is something to measure.
-        model: The model to ask; by default the first that it lists.
-
-    Raises:
-        ServerError: It does not answer, is neither of the two, has no such model, or does not speculate although it
-            must.
+    Its address may end in `/v1`. The model to ask is by default the first that it lists. A [`ServerError`] says that
+    it does not answer, is neither of the two, lacks the model, or does not speculate although it must (`speculates`).
     """
 
     def __init__(self, url: str, timeout: float = 600.0, speculates: bool = True, model: str | None = None):
         self.url = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
         self._http = HttpClient(self.url, timeout)
         self.model = self._find_model(model)
-        self.engine = "vllm" if "\nvllm:" in "\n" + self._metrics() else "sglang"
-        if self.engine == "sglang":
-            self._check_sglang(speculates)
-        elif speculates:
+        self.engine = "vllm" if "\nvllm:" in "\n" + (self._page("/metrics", bytes.decode) or "") else "sglang"
+        info = {} if self.engine == "vllm" else self._page("/server_info")
+        if info is None:
+            raise ServerError(
+                f"{self.url} has neither vLLM's metrics (/metrics with vllm:...) nor SGLang's /server_info, so it "
+                "does not say what it verified. Give the address of the engine itself, not of a gateway before it."
+            )
+        if speculates and self.engine == "vllm":
             self.counters()
+        elif speculates and not info.get("speculative_algorithm"):
+            raise ServerError(
+                f"{self.url} is an SGLang server without speculation. Start it with --speculative-algorithm "
+                "(`dflash-hf validate DRAFTER` prints the command)."
+            )
+
+    def _find_model(self, wanted: str | None) -> str:
+        # Adapters are listed behind the model that they adapt.
+        names = [model["id"] for model in _part(self._http.ask("/v1/models"), "data", list)] or ["default"]
+        if wanted not in (None, *names):
+            raise ServerError(f"{self.url} serves {', '.join(names)}, not {wanted}.")
+        if wanted is None and len(names) > 1:
+            logger.warning(f"{self.url} serves {', '.join(names)}: {names[0]} is asked unless another is named.")
+        return wanted or names[0]
+
+    def _page(self, path: str, parse: Callable[[bytes], Any] = _json_object) -> Any:
+        """A page of the server, or None where it has none."""
+        try:
+            return self._http.ask(path, None, parse)
+        except StatusError as error:
+            if error.status != 404:
+                raise
+        return None
 
     def counters(self) -> Verifications:
         """What the server has verified since its start."""
-        page = self._metrics()
+        page = self._page("/metrics", bytes.decode) or ""
         try:
-            return _vllm_counters(page) if self.engine == "vllm" else _sglang_counters(self._server_info() or {}, page)
+            if self.engine == "vllm":
+                return _vllm_counters(page)
+            return _sglang_counters(self._page("/server_info") or {}, page)
         except MalformedAnswer as error:
             raise ServerError(f"{self.url} does not say what it verified: {error}") from error
 
@@ -435,10 +429,7 @@ class Server:
             if now == last:
                 return now
             last = now
-        raise ServerError(
-            f"The counters of {self.url} still rise two seconds after the last answer: somebody else uses the server. "
-            "Measure on a server that has no other requests."
-        )
+        raise ServerError(f"The counters of {self.url} still rise two seconds after the last answer: others use it.")
 
     def counters_or_error(self) -> Verifications | ServerError:
         """The settled counters, or why there are none: answers may bring their own."""
@@ -457,19 +448,17 @@ class Server:
         path, start = "/v1/chat/completions", time.perf_counter()
         try:
             chunks = self._http.ask(path, body, _events) if streams else [self._http.ask(path, body)]
+            seconds = time.perf_counter() - start
+            if errors := [chunk["error"] for chunk in chunks if chunk.get("error")]:
+                raise MalformedAnswer(f"an error, {errors[0]}")
+            return ServedAnswer(prompt, *_answer_content(chunks), seconds)
         except ServerError as error:
             raise ServerError(f"{error} The prompt was {asked}.") from error
-        seconds = time.perf_counter() - start
-        if errors := [chunk["error"] for chunk in chunks if chunk.get("error")]:
-            raise ServerError(f"{self.url} answered {asked} with an error: {errors[0]}. See the server's log.")
-        try:
-            text, num_tokens, verifications = _answer_content(chunks)
         except MalformedAnswer as error:
             raise ServerError(
-                f"{self.url} answered {asked} in another form than vLLM and SGLang do: {error}. See the server's log, "
-                "or give the address of the engine itself in place of a gateway."
+                f"{self.url} answered {asked} in another form than vLLM and SGLang do: {error}. See its log, or give "
+                "the engine's own address in place of a gateway's."
             ) from error
-        return ServedAnswer(prompt, text, num_tokens, seconds, verifications)
 
     def ask_all(
         self, prompts: Sequence[EvaluationPrompt], settings: dict[str, Any], concurrency: int, bar: tqdm
@@ -505,58 +494,16 @@ class Server:
         if min(new.forwards, new.accepted, *new.by_slot) < 0:
             raise ServerError(
                 f"The counters of {self.url} went back, from {before.forwards:.0f} verifications to "
-                f"{after.forwards:.0f} and from {before.accepted:.0f} accepted drafts to {after.accepted:.0f}: the "
-                "server was restarted or its counters were reset meanwhile. Measure again."
+                f"{after.forwards:.0f}: the server was restarted meanwhile. Measure again."
             )
         return new, False
-
-    def _find_model(self, wanted: str | None) -> str:
-        models = self._http.ask("/v1/models").get("data") or [{"id": "default"}]
-        # Adapters are listed behind the model that they adapt.
-        names = [model["id"] for model in models if isinstance(model, dict) and isinstance(model.get("id"), str)]
-        if not names or wanted not in (None, *names):
-            raise ServerError(
-                f"{self.url} serves {', '.join(names) or 'no model'}" + (f", not {wanted}." if wanted else ".")
-            )
-        if wanted is None and len(names) > 1:
-            logger.warning(f"{self.url} serves {', '.join(names)}: {names[0]} is asked unless another is named.")
-        return wanted or names[0]
-
-    def _check_sglang(self, speculates: bool) -> None:
-        info = self._server_info()
-        if info is None:
-            raise ServerError(
-                f"{self.url} has neither vLLM's metrics (/metrics with vllm:...) nor SGLang's /server_info, so it "
-                "does not say what it verified. Give the address of the engine itself, not of a gateway before it."
-            )
-        algorithm = info.get("speculative_algorithm")
-        if speculates and not algorithm:
-            raise ServerError(
-                f"{self.url} is an SGLang server without speculation (its speculative_algorithm is {algorithm}). "
-                "Start it with --speculative-algorithm (`dflash-hf validate DRAFTER` prints the command)."
-            )
-
-    def _metrics(self) -> str:
-        return self._first(["/metrics"], bytes.decode) or ""
-
-    def _server_info(self) -> dict[str, Any] | None:
-        # Older releases know the longer name alone.
-        return self._first(["/server_info", "/get_server_info"], _json_object)
-
-    def _first(self, paths: Sequence[str], parse: Callable[[bytes], Any]) -> Any:
-        """The first of some pages that the server has; None where it has none of them."""
-        for path in paths:
-            try:
-                return self._http.ask(path, None, parse)
-            except StatusError as error:
-                if error.status != 404:
-                    raise
-        return None
 
 
 def request_body(prompt: EvaluationPrompt, settings: dict[str, Any]) -> dict[str, Any]:
     """A prompt as servers take it: the arguments of earlier tool calls as JSON, its own template arguments on top."""
-    body: dict[str, Any] = {**settings, "messages": [dict(message) for message in prompt.messages]}
+    # Whether an answer is to be learned is nothing to a server.
+    messages = [{name: value for name, value in m.items() if name != "train"} for m in prompt.messages]
+    body: dict[str, Any] = {**settings, "messages": messages}
     for message in body["messages"]:
         if "tool_calls" in message:
             message["tool_calls"] = [_with_json_arguments(call) for call in message["tool_calls"]]
@@ -569,30 +516,22 @@ def request_body(prompt: EvaluationPrompt, settings: dict[str, Any]) -> dict[str
 
 def _with_json_arguments(call: dict[str, Any]) -> dict[str, Any]:
     function = dict(call.get("function", call))
-    if not isinstance(function.get("arguments"), str):
-        function["arguments"] = json.dumps(function.get("arguments") or {})
+    arguments = function.get("arguments")
+    # A call without arguments is written as one of none, whichever way its row spells that.
+    function["arguments"] = arguments if isinstance(arguments, str) and arguments else json.dumps(arguments or {})
     return {**call, "function": function}
 
 
 @dataclass(frozen=True)
 class ServerReport:
-    """What was measured on a server.
+    """What was measured on a server."""
 
-    Args:
-        engine: "vllm" or "sglang".
-        model: Its model.
-        per_request: Whether the verifications are the answers' own, not the server's counters.
-        answers: All answers.
-        seconds: Time in which they were asked.
-        groups: Verifications by (source, language).
-    """
-
-    engine: str
+    engine: str  # "vllm" or "sglang"
     model: str
-    per_request: bool
+    per_request: bool  # whether the verifications are the answers' own, not the server's counters
     answers: list[ServedAnswer]
-    seconds: float
-    groups: dict[Group, Verifications]
+    seconds: float  # in which they were asked
+    groups: dict[Group, Verifications]  # by source and language
 
     def with_group(
         self, answers: list[ServedAnswer], seconds: float, verifications: Verifications, per_request: bool
@@ -613,6 +552,12 @@ class ServerReport:
         return Verifications.total(self.groups.values())
 
     @property
+    def slot_acceptance(self) -> list[float]:
+        """Share of the verifications that accept the draft of slot 1, 2, ..; empty where the server does not tell."""
+        total = self.verifications
+        return [count / total.forwards for count in total.by_slot]
+
+    @property
     def tokens_per_second(self) -> float:
         """Generated tokens over the time of the whole run."""
         return sum(answer.num_tokens for answer in self.answers) / self.seconds
@@ -625,7 +570,7 @@ class ServerReport:
             "model": self.model,
             "per_request": self.per_request,
             "acceptance_length": or_none(total.acceptance_length),
-            "slot_acceptance": [count / total.forwards for count in total.by_slot],
+            "slot_acceptance": self.slot_acceptance,
             "forwards": total.forwards,
             "num_prompts": len(self.answers),
             "num_tokens": sum(answer.num_tokens for answer in self.answers),
@@ -656,12 +601,10 @@ def measure_server(
         keep: Called with the report so far after each source and language, and with what was answered before an error
             or an interrupt.
 
-    Raises:
-        ServerError: The server counts nothing or anew, breaks off, or takes too long.
-        ValueError: There is no prompt or no request at a time.
+    A [`ServerError`] says that the server counts nothing or anew, breaks off, or takes too long.
     """
-    if not prompts or concurrency < 1:
-        raise ValueError(f"There are {len(prompts)} prompts and concurrency is {concurrency}; expected at least 1.")
+    if not prompts:
+        raise ValueError("There is no prompt to ask.")
     by_group: dict[Group, list[EvaluationPrompt]] = defaultdict(list)
     for prompt in prompts:
         by_group[prompt.source, prompt.language].append(prompt)

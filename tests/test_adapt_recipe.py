@@ -14,7 +14,14 @@ from test_overfit import BLOCK_SIZE, NEW_TOKENS, SEEDS, written_documents
 from tiny import MASK_TOKEN_ID, VOCAB_SIZE, byte_tokenizer, dense_target
 from transformers import AutoModelForCausalLM, QuantoConfig
 
-from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, validate_checkpoint
+from dflash_hf import (
+    DFlashDraftConfig,
+    DFlashDraftModel,
+    DFlashTrainer,
+    DFlashTrainingArguments,
+    command_evaluate,
+    validate_checkpoint,
+)
 from dflash_hf.acceptance import measure_acceptance
 from dflash_hf.adapters import load_adapter, lora_config
 from dflash_hf.adapting import plain_drafter
@@ -38,7 +45,7 @@ def readme_commands() -> list[list[str]]:
 EXTRA = {
     "tokenize_completions.py": "--num_proc 1",
     "adapt_drafter.py": "--row_length 256 --num_anchors 8 --max_steps 3 --use_cpu true",
-    "evaluate_acceptance.py": "--max_new_tokens 8 --device cpu --dtype float32",
+    "evaluate": "--max_new_tokens 8 --device cpu --dtype float32",
 }
 
 
@@ -67,6 +74,9 @@ def workplace(tmp_path, monkeypatch):
 def test_readme_from_a_request_log_to_a_new_drafter(workplace, monkeypatch, capsys):
     scripts = []
     for words in readme_commands():
+        if words[:2] == ["dflash-hf", "evaluate"]:
+            command_evaluate.main([*words[2:], *EXTRA["evaluate"].split()])
+            continue
         if words[0] == "dflash-hf":
             assert dflash_hf_command(words[1:]) == 0
             continue
@@ -77,7 +87,7 @@ def test_readme_from_a_request_log_to_a_new_drafter(workplace, monkeypatch, caps
             runpy.run_path(str(ROOT / words[1]), run_name="__main__")
         except SystemExit as end:
             assert not end.code, (script, end.code)
-    assert scripts == ["tokenize_completions.py", "adapt_drafter.py", "evaluate_acceptance.py", "publish.py"]
+    assert scripts == ["tokenize_completions.py", "adapt_drafter.py", "publish.py"]
     measured = json.loads(Path("adapted/adaptation.json").read_text())
     assert measured["before"]["eval_loss"] != measured["after"]["eval_loss"]
     assert Path("adapted/adapter_model.safetensors").exists() and validate_checkpoint("adapted/merged").ok

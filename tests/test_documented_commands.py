@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from transformers import HfArgumentParser, Qwen3Config
 
-from dflash_hf import DFlashTrainingArguments
+from dflash_hf import DFlashTrainingArguments, command_evaluate, command_generate
 from dflash_hf import validation as command
 from dflash_hf.cli import ConfigArgumentParser, load_yaml_mapping, parse_config
 from dflash_hf.validation import Checkpoint, serving_commands
@@ -67,6 +67,9 @@ def start(words: list[str], patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sys, "argv", words[1:])
     patch.chdir(ROOT)
     if words[0] == "dflash-hf":
+        mains = {"generate": command_generate.main, "evaluate": command_evaluate.main}
+        if words[1] in mains:
+            mains[words[1]](words[2:])
         patch.setattr(sys, "argv", words)
         command.main()
     patch.syspath_prepend(str((ROOT / words[1]).parent))

@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 from naive import pack_rows, packed_forward, random_drafter, random_inputs
-from test_generation import drafter_for
+from oracle import drafter_for
 from tiny import gemma3_target, mixed_target, windowed_target
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
