@@ -7,6 +7,7 @@ Shapes: B packed rows of T tokens, A anchors of a row, b slots of a block with i
 hidden size, V vocabulary.
 """
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -490,22 +493,41 @@ class PlainAnswer:
     seconds: float
 
 
+def trained_mode(drafter: str) -> bool | None:
+    """Whether the answers that a drafter (a folder or Hub id) learned from think, by its `training.json`.
+
+    None where that does not say, since they are of both kinds, or where there is no such file.
+    """
+    name = "training.json"
+    try:
+        path = Path(drafter, name) if Path(drafter).is_dir() else Path(hf_hub_download(drafter, name))
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, EntryNotFoundError):
+        return None
+    # Documents that were tokenised before have their own mode, which a recipe cannot change.
+    manifest = (facts.get("data") or {}).get("manifest") or {}
+    mode = manifest.get("thinking", (facts.get("recipe") or {}).get("enable_thinking"))
+    return mode if isinstance(mode, bool) else None
+
+
 def prompt_rows(
-    target: PreTrainedModel, prompts: Sequence[Prompt], processing_class: PreTrainedTokenizerBase | None = None
+    target: PreTrainedModel,
+    prompts: Sequence[Prompt],
+    processing_class: PreTrainedTokenizerBase | None = None,
+    drafter: str | None = None,
 ) -> list[torch.Tensor]:
     """Each prompt as int64 `[1, n]`; a `ValueError` for none, and for one that the target cannot read."""
-    rows = []
-    prompt: Any
-    for number, prompt in enumerate(prompts):
-        if isinstance(prompt, str | EvaluationPrompt) or (len(prompt) and isinstance(prompt[0], dict)):
-            if processing_class is None:
-                processing_class = AutoTokenizer.from_pretrained(target.name_or_path)
-            (prompt,) = prompt_token_ids([prompt], processing_class)
-        ids = torch.as_tensor(prompt)
-        rows.append(prompt_row(target, ids[None] if ids.dim() == 1 else ids, f"Prompt {number}"))
+    rows: list[Any] = list(prompts)
+    is_text = [isinstance(p, str | EvaluationPrompt) or (len(p) > 0 and isinstance(p[0], dict)) for p in rows]
+    if any(is_text):
+        mode = trained_mode(drafter) if drafter else None
+        processing_class = processing_class or AutoTokenizer.from_pretrained(target.name_or_path)
+        for index in np.flatnonzero(is_text):
+            (rows[index],) = prompt_token_ids([rows[index]], processing_class, mode)
     if not rows:
         raise ValueError("There is no prompt to decode; give at least one text, chat or list of token ids.")
-    return rows
+    rows = [torch.as_tensor(ids) for ids in rows]
+    return [prompt_row(target, ids[None] if ids.dim() == 1 else ids, f"Prompt {i}") for i, ids in enumerate(rows)]
 
 
 def plain_answers(
@@ -561,8 +583,8 @@ def measure_acceptance(
     Args:
         target: A whole causal language model, dense or hybrid.
         drafter: A drafter made for it.
-        prompts: Each a text or a chat (`[{"role": "user", "content": "..."}]`), which the chat template writes out, or
-            token ids: a list, or a tensor of shape `[n]` or `[1, n]`.
+        prompts: Each a text or a chat (`[{"role": "user", "content": "..."}]`), which the chat template writes out in
+            the drafter's own mode (thinking or not), or token ids: a list, or a tensor of shape `[n]` or `[1, n]`.
         max_new_tokens: Budget of generated tokens per prompt, 512 by default, for greedy decoding without `settings`.
         eos_token_id: As in [`DecodingSettings`], for greedy decoding without `settings`.
         check_lossless: Also let the target answer alone and compare, which takes that much longer. Sampled answers
@@ -584,7 +606,7 @@ def measure_acceptance(
     if plain is not None and len(plain) != len(prompts):
         raise ValueError(f"There are {len(plain)} plain answers for {len(prompts)} prompts; expected one for each.")
     report = AcceptanceReport([], drafter.config.block_size or 0, settings.max_new_tokens)
-    rows = prompt_rows(target, prompts, processing_class)
+    rows = prompt_rows(target, prompts, processing_class, drafter.name_or_path)
     with tqdm(rows, desc="decoding", unit="prompt", disable=not progress) as bar:
         for index, input_ids in enumerate(bar):
             result = _decode_prompt(target, drafter, input_ids, settings)

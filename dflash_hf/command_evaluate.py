@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import hf_hub_download
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
@@ -42,13 +41,13 @@ from .acceptance import (
     plot_servers,
     prompt_rows,
     server_markdown,
+    trained_mode,
     walked_acceptance_length,
 )
 from .cli import parse_config, refuse_unused
 from .configuration_dflash import DFlashDraftConfig
 from .frozen_target import COMPUTE_TYPES, check_fits, load_model, refuse_token
 from .generation import Sampling
-from .model_card import FACTS_NAME
 from .modeling_dflash import DFlashDraftModel
 from .prompts import PRESETS, EvaluationPrompt, preset_prompts, prompt_token_ids, read_prompts
 from .serving import Server, ServerError, ServerReport, measure_server, plain_tokens_per_second
@@ -320,7 +319,7 @@ def evaluate(args: EvaluationArguments, results: Results) -> None:
 
 def thinking_mode(args: EvaluationArguments) -> bool | None:
     """The mode that the drafters were trained in, unless another is given; None for the template's default."""
-    modes = {name: mode for name in args.drafters or [] if (mode := _trained_mode(name)) is not None}
+    modes = {name: mode for name in args.drafters or [] if (mode := trained_mode(name)) is not None}
     given = args.enable_thinking
     if given is None and len(set(modes.values())) == 1:
         given = next(iter(modes.values()))
@@ -329,19 +328,6 @@ def thinking_mode(args: EvaluationArguments) -> bool | None:
         if mode != given:
             logger.warning(f"{name} was trained with enable_thinking={mode}, and is measured with {given}.")
     return given
-
-
-def _trained_mode(drafter: str) -> bool | None:
-    """Whether the answers that a drafter learned from think, by its `training.json`; None where it does not say."""
-    try:
-        path = Path(drafter, FACTS_NAME) if Path(drafter).is_dir() else Path(hf_hub_download(drafter, FACTS_NAME))
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    # Documents that were tokenised before have their own mode, which a recipe cannot change.
-    manifest = (facts.get("data") or {}).get("manifest") or {}
-    mode = manifest.get("thinking", (facts.get("recipe") or {}).get("enable_thinking"))
-    return mode if isinstance(mode, bool) else None
 
 
 def load_target(args: EvaluationArguments, prompts: list[EvaluationPrompt]) -> tuple[PreTrainedModel, list[list[int]]]:

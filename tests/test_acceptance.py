@@ -352,6 +352,12 @@ def test_n7_texts_and_chats_are_taken(tmp_path):
     plain = byte_tokenizer(chat_template=None)
     report = measure_acceptance(target, drafter, ["Hi"], 4, progress=False, processing_class=plain)
     assert report.prompts[0].prompt_ids == plain("Hi")["input_ids"]
+    # N11: in the mode that the drafter was trained in.
+    (tmp_path / "training.json").write_text('{"recipe": {"enable_thinking": false}}')
+    drafter.config.name_or_path = drafter.name_or_path = str(tmp_path)
+    thinking = byte_tokenizer("{{ enable_thinking }}")
+    report = measure_acceptance(target, drafter, ["Hi"], 4, progress=False, processing_class=thinking)
+    assert thinking.decode(report.prompts[0].prompt_ids) == "False"
     with refused(ValueError, "chat template"):
         measure_acceptance(target, drafter, [chat], 4, progress=False, processing_class=plain)
     assert len(plain_answers(target, ["Hi"], DecodingSettings(3), progress=False)[0].output_ids) == 3
