@@ -49,8 +49,8 @@ __all__ = [
 
 logger = logging.get_logger(__name__)
 
-# A text, a chat, or token ids `[n]` or `[1, n]`.
-Prompt: TypeAlias = str | EvaluationPrompt | Sequence[dict[str, Any]] | Sequence[int] | torch.Tensor
+# A text, a chat, a row that holds one, or token ids `[n]` or `[1, n]`.
+Prompt: TypeAlias = str | EvaluationPrompt | dict[str, Any] | Sequence[dict[str, Any]] | Sequence[int] | torch.Tensor
 
 DEFINITION = (
     "Acceptance length: tokens committed per verification forward of the target (accepted drafts and the target's own "
@@ -518,7 +518,9 @@ def prompt_rows(
 ) -> list[torch.Tensor]:
     """Each prompt as int64 `[1, n]`; a `ValueError` for none, and for one that the target cannot read."""
     rows: list[Any] = list(prompts)
-    is_text = [isinstance(p, str | EvaluationPrompt) or (len(p) > 0 and isinstance(p[0], dict)) for p in rows]
+    if isinstance(prompts, str):
+        raise ValueError(f"prompts is one text, {prompts[:40]!r}; give a list of texts.")
+    is_text = [isinstance(p, str | EvaluationPrompt | dict) or (len(p) > 0 and isinstance(p[0], dict)) for p in rows]
     if any(is_text):
         mode = trained_mode(drafter) if drafter else None
         processing_class = processing_class or AutoTokenizer.from_pretrained(target.name_or_path)

@@ -147,15 +147,15 @@ def preset_prompts(name: str, num_prompts: int | None = None) -> list[Evaluation
 
 
 def prompt_token_ids(
-    prompts: Sequence[EvaluationPrompt | str | Sequence[dict[str, Any]]],
+    prompts: Sequence[EvaluationPrompt | str | dict[str, Any] | Sequence[dict[str, Any]]],
     tokenizer: PreTrainedTokenizerBase,
     enable_thinking: bool | None = None,
 ) -> list[list[int]]:
     """Token ids of each chat as at inference.
 
     Args:
-        prompts: The chats, as [`EvaluationPrompt`], as messages or as the text of one message. A tokenizer without
-            a chat template, of a base model, takes texts as they are.
+        prompts: The chats, as [`EvaluationPrompt`], a row of `prompt` or `messages`, messages, or the text of one
+            message. A tokenizer without a chat template, of a base model, takes texts as they are.
         tokenizer: The target's.
         enable_thinking: Handed to the template if given, where a prompt has no say of its own.
 
@@ -168,7 +168,9 @@ def prompt_token_ids(
         if isinstance(prompt, str) and not tokenizer.chat_template:
             rows.append(list(tokenizer(prompt)["input_ids"]))
             continue
-        if not isinstance(prompt, EvaluationPrompt):
+        if isinstance(prompt, dict):
+            prompt = as_prompt(prompt, f"prompt {number}")
+        elif not isinstance(prompt, EvaluationPrompt):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             prompt = EvaluationPrompt(clean_messages(messages))
         if not tokenizer.chat_template:

@@ -39,6 +39,9 @@ LONGEST_RETRY_AFTER = 600.0
 # So many prompts in a row may fail by themselves after others were answered.
 FEWEST_FAILURES = 8
 
+# What reading a page or an answer raises that lacks something, or has another form than vLLM's and SGLang's.
+OTHER_FORM = (AttributeError, LookupError, TypeError, ValueError)
+
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _POSITION = re.compile(r'position="(\d+)"')
 
@@ -73,10 +76,6 @@ class StatusError(ServerError):
         super().__init__(f"{address} answered with {self.answer}")
 
 
-class MalformedAnswer(ValueError):
-    """A page or an answer lacks something or has another form than vLLM's and SGLang's; the message says what."""
-
-
 class AnswerError(RuntimeError):
     """A prompt stays unanswered; the message says what the server did."""
 
@@ -90,6 +89,10 @@ def _json_object(text: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, got {text[:80]!r}")
     return value
+
+
+def _model_names(page: bytes) -> list[str]:
+    return [model["id"] for model in _json_object(page).get("data") or []]
 
 
 def _events(stream: bytes) -> list[dict[str, Any]]:
@@ -128,12 +131,13 @@ class HttpClient:
                     raise StatusError(address, response)
                 return parse(self._content(response))
         except (TimeoutError, httpx2.TimeoutException) as error:
-            raise ServerError(f"{address} gave no answer within {self.timeout:g} seconds.") from error
+            said = f"gave no answer within {self.timeout:g} seconds: see its log, or raise the timeout"
+            raise ServerError(f"{address} {said}.") from error
         except httpx2.ConnectError as error:
             raise ServerError(f"{self.url} cannot be reached ({error}): start the server.") from error
         except httpx2.HTTPError as error:
             raise ServerError(f"{address} broke off ({type(error).__name__}: {error}). See its log.") from error
-        except ValueError as error:
+        except OTHER_FORM as error:
             raise ServerError(
                 f"{address} did not answer with the JSON or text of vLLM and SGLang ({error}). Give the engine's own "
                 "address, not a gateway's."
@@ -241,14 +245,14 @@ def _samples(page: str) -> dict[str, list[tuple[str, float]]]:
 def _count(value: Any, name: str) -> float:
     """A count that a server gives under a name."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise MalformedAnswer(f"it gives {str(value)[:40]!r} as {name}, where a count is expected. See its log.")
+        raise ValueError(f"it gives {str(value)[:40]!r} as {name}, where a count is expected. See its log.")
     return value
 
 
 def _sum(samples: Mapping[str, list[tuple[str, float]]], name: str, advice: str) -> float:
     """A counter's sum over all engines behind one address."""
     if name not in samples:
-        raise MalformedAnswer(f"its metrics lack {name}, {advice}")
+        raise ValueError(f"its metrics lack {name}, {advice}")
     return sum(_count(value, name) for _, value in samples[name])
 
 
@@ -274,9 +278,9 @@ def _sglang_counters(info: Mapping[str, Any], page: str) -> Verifications:
     Its `/server_info` gives the mean acceptance length; numbers of tokens and requests in its `/metrics` make counts
     of it.
     """
-    states = _part(info, "internal_states", list) or [{}]
+    states = info.get("internal_states") or [{}]
     if len(states) > 1:
-        raise MalformedAnswer(f"it runs {len(states)} data-parallel workers, whose means cannot be pooled. Run one.")
+        raise ValueError(f"it runs {len(states)} data-parallel workers, whose means cannot be pooled. Run one.")
     length = _count(states[0].get("avg_spec_accept_length") or 0, "avg_spec_accept_length")
     if not length:
         return Verifications()
@@ -293,37 +297,33 @@ def _answer_content(chunks: Sequence[Mapping[str, Any]]) -> tuple[str, int, Veri
 
     `chunks` are those of a stream, or the whole answer as the only one.
     """
-    usages = [usage for chunk in chunks if (usage := _part(chunk, "usage", dict))]
+    usages = [usage for chunk in chunks if (usage := chunk.get("usage"))]
     if not usages:
-        raise MalformedAnswer("it breaks off before its `usage`")
-    num_tokens = usages[-1].get("completion_tokens")
-    if not isinstance(num_tokens, int) or isinstance(num_tokens, bool) or num_tokens < 0:
-        raise MalformedAnswer(f"completion_tokens is {str(num_tokens)[:40]!r}")
+        raise ValueError("it breaks off before its `usage`")
+    num_tokens = int(_count(usages[-1]["completion_tokens"], "completion_tokens"))
     own = [verifications for chunk in chunks if (verifications := own_verifications(chunk))]
-    messages = [_part(c, "delta", dict) or _part(c, "message", dict) for chunk in chunks for c in _choices(chunk)]
+    choices = [choice for chunk in chunks for choice in chunk.get("choices") or []]
+    messages = [choice.get("delta") or choice.get("message") or {} for choice in choices]
     names = ("reasoning_content", "reasoning", "content")
-    text = "".join(_part(message, name, str) for message in messages for name in names)
+    text = "".join(message.get(name) or "" for message in messages for name in names)
     return text, num_tokens, own[-1] if own else None
 
 
 def own_verifications(answer: Mapping[str, Any]) -> Verifications | None:
     """An answer's own verifications, from its JSON or the last chunk of its stream, where the engine gives them."""
-    vllm = _part(_part(answer, "metrics", dict), "speculative_decoding", dict)
-    if vllm:
-        histogram = _part(vllm, "acceptance_histogram", dict)
-        if not all(str(accepted).isdecimal() for accepted in histogram):
-            raise MalformedAnswer(f"acceptance_histogram is {str(histogram)[:80]!r}")
-        forwards, accepted = (_count(vllm.get(n), n) for n in ("num_spec_steps", "num_accepted_draft_tokens"))
-        return Verifications(forwards, accepted, _at_least({int(k): count for k, count in histogram.items()}))
-    choices = _choices(answer)
-    sglang = _part(answer, "meta_info", dict) or (_part(choices[0], "meta_info", dict) if choices else {})
+    if vllm := (answer.get("metrics") or {}).get("speculative_decoding"):
+        histogram = {int(accepted): count for accepted, count in (vllm.get("acceptance_histogram") or {}).items()}
+        forwards, accepted = (_count(vllm[n], n) for n in ("num_spec_steps", "num_accepted_draft_tokens"))
+        return Verifications(forwards, accepted, _at_least(histogram))
+    choices = answer.get("choices") or [{}]
+    sglang = answer.get("meta_info") or choices[0].get("meta_info") or {}
     if "spec_verify_ct" not in sglang:
         return None
     forwards = _count(sglang["spec_verify_ct"], "spec_verify_ct")
-    tokens = _count(_part(answer, "usage", dict).get("completion_tokens"), "completion_tokens")
+    tokens = _count(answer["usage"]["completion_tokens"], "completion_tokens")
     # The first token is the prefill's; each verification commits at least one.
     accepted = _count(tokens - 1 - forwards, f"the accepted drafts of {tokens} tokens in {forwards} verifications")
-    return Verifications(forwards, accepted, _at_least(dict(enumerate(_part(sglang, "spec_accept_histogram", list)))))
+    return Verifications(forwards, accepted, _at_least(dict(enumerate(sglang.get("spec_accept_histogram") or []))))
 
 
 def _at_least(histogram: Mapping[int, Any]) -> list[float]:
@@ -331,21 +331,6 @@ def _at_least(histogram: Mapping[int, Any]) -> list[float]:
     counts = {accepted: _count(count, f"forwards with {accepted} accepted") for accepted, count in histogram.items()}
     most = max((accepted for accepted, count in counts.items() if count), default=0)
     return [sum(count for accepted, count in counts.items() if accepted >= k) for k in range(1, most + 1)]
-
-
-def _choices(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
-    choices = _part(answer, "choices", list)
-    if not all(isinstance(choice, dict) for choice in choices):
-        raise MalformedAnswer(f"choices is {str(choices)[:80]!r}")
-    return choices
-
-
-def _part(whole: Mapping[str, Any], name: str, kind: type) -> Any:
-    """A part that may be missing or null, which is then empty."""
-    value = whole.get(name)
-    if value is not None and not isinstance(value, kind):
-        raise MalformedAnswer(f"{name} is {str(value)[:80]!r}")
-    return kind() if value is None else value
 
 
 # --- Measuring a server, whatever method it speculates with.
@@ -394,7 +379,7 @@ class Server:
 
     def _find_model(self, wanted: str | None) -> str:
         # Adapters are listed behind the model that they adapt.
-        names = [model["id"] for model in _part(self._http.ask("/v1/models"), "data", list)] or ["default"]
+        names = self._http.ask("/v1/models", None, _model_names) or ["default"]
         if wanted not in (None, *names):
             raise ServerError(f"{self.url} serves {', '.join(names)}, not {wanted}.")
         if wanted is None and len(names) > 1:
@@ -417,7 +402,7 @@ class Server:
             if self.engine == "vllm":
                 return _vllm_counters(page)
             return _sglang_counters(self._page("/server_info") or {}, page)
-        except MalformedAnswer as error:
+        except OTHER_FORM as error:
             raise ServerError(f"{self.url} does not say what it verified: {error}") from error
 
     def settled_counters(self) -> Verifications:
@@ -450,11 +435,11 @@ class Server:
             chunks = self._http.ask(path, body, _events) if streams else [self._http.ask(path, body)]
             seconds = time.perf_counter() - start
             if errors := [chunk["error"] for chunk in chunks if chunk.get("error")]:
-                raise MalformedAnswer(f"an error, {errors[0]}")
+                raise ValueError(f"an error, {errors[0]}")
             return ServedAnswer(prompt, *_answer_content(chunks), seconds)
         except ServerError as error:
             raise ServerError(f"{error} The prompt was {asked}.") from error
-        except MalformedAnswer as error:
+        except OTHER_FORM as error:
             raise ServerError(
                 f"{self.url} answered {asked} in another form than vLLM and SGLang do: {error}. See its log, or give "
                 "the engine's own address in place of a gateway's."
@@ -690,17 +675,19 @@ class CompletionServer:
             pause = min(LONGEST_WAIT, self.first_wait * 2**attempt) * random.uniform(0.75, 1.25)
             try:
                 answer = self._http.ask("/chat/completions", body)
-                choices = _choices(answer)
-                if not choices or not _part(choices[0], "message", dict):
-                    raise MalformedAnswer(f"the answer has no message: {str(answer)[:200]}")
-                return {**choices[0], "usage": _part(answer, "usage", dict)}
+                choice = answer["choices"][0]
+                if not dict(choice["message"]):
+                    raise ValueError("an empty message")
+                return {**choice, "usage": answer.get("usage") or {}}
             except StatusError as error:
                 failure = error.answer
                 if error.status < 500 and error.status not in RETRIED_STATUSES:
                     raise RefusedError(f"the server refused the request ({failure})") from error
                 pause = _retry_after(error.retry_after) or pause
-            except (ServerError, MalformedAnswer) as error:
+            except ServerError as error:
                 failure = f"this: {error}"
+            except OTHER_FORM as error:
+                failure = f"another form than a chat completion's ({error!r}): {str(answer)[:200]}"
             if attempt < self.retries:
                 time.sleep(pause)
         raise AnswerError(f"the server failed {self.retries + 1} times, the last time with {failure}")

@@ -376,7 +376,7 @@ def test_secrets_of_the_environment_are_cut_out_of_what_a_store_says(tmp_path, m
     [
         (f"http://u:{SECRET}@127.0.0.1:1/v1", "", "holds credentials"),
         (f"http://127.0.0.1:1/v1?key={SECRET}", "", "holds credentials"),
-        ("127.0.0.1:8000", "", "is no address of a server; give one such as"),
+        ("127.0.0.1:8000", "", "is not an address of a server; give one such as"),
         ("http://127.0.0.1:1/v1", f"{SECRET}\nx", "no HTTP header may hold"),
     ],
 )

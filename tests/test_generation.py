@@ -70,12 +70,6 @@ def test_e1_every_acceptance_length_is_lossless_and_counted(name, accepted):
     assert sum(output.committed) == 29
 
 
-def test_e4_two_right_one_wrong_one_right_is_three():
-    target, answer = target_and_answer("dense")
-    oracle = oracle_for(target, answer, [True, True, False, True])
-    assert speculative_generate(target, oracle, IDS, 31).committed == [3] * 10
-
-
 def test_l1_an_oracle_commits_whole_blocks():
     target, answer = target_and_answer("hybrid")
     assert speculative_generate(target, oracle_for(target, answer, [True] * 7), IDS, 33).committed == [8] * 4

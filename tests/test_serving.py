@@ -163,14 +163,6 @@ def test_what_was_answered_before_an_error_is_kept(start):
     assert kept[-1].verifications.forwards == 10 and list(kept[-1].groups) == [("easy", "en"), ("hard", "en")]
 
 
-def test_answers_before_an_error_that_cannot_be_counted_are_left_out(start, caplog):
-    _, url = start("vllm", refuses="3", reset=True)
-    kept = []
-    with refused(ServerError, "max_tokens is too large"):
-        measure(url, "hard 2", "hard 3", keep=kept.append)
-    assert not kept
-
-
 def test_sglang_without_its_metrics_page(start):
     """Per answer it still tells; else only a server that has answered nothing yet can be measured at all."""
     _, url = start("sglang", metrics=False, per_request=True)
@@ -373,7 +365,7 @@ def with_part(chunk, name, value):
         (("vllm",), "speculative_decoding", ["x", {"num_spec_steps": 1}]),
         (("vllm",), "num_spec_steps", [None, -4, float("nan")]),
         (("vllm",), "acceptance_histogram", [[1, 2], {"x": 1}, {"1": None}]),
-        (("sglang",), "meta_info", ["x", {"spec_verify_ct": 4, "spec_accept_histogram": "abc"}]),
+        (("sglang",), "meta_info", [{"spec_verify_ct": 4, "spec_accept_histogram": "abc"}]),
         (("sglang",), "spec_verify_ct", [None, "4", 400]),
     ],
 )
@@ -413,15 +405,6 @@ def test_an_error_whose_text_does_not_come_is_still_the_error(start, monkeypatch
     with refused(ServerError, "/metrics", 500):
         Server(start("vllm")[1], timeout=0.2)
     release.set()
-
-    def fail_at_once(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.wfile.write(b"HTTP/1.1 500 Oops\r\nContent-Length: 100\r\n\r\n")
-        self.close_connection = True
-
-    monkeypatch.setattr(Handler, "do_POST", fail_at_once)
-    with refused(AnswerError, "1 times", 500):
-        CompletionServer(start("vllm")[1] + "/v1", retries=0).answer({"messages": []})
 
 
 def dribble(self):
