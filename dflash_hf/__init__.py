@@ -18,7 +18,8 @@ Files, in the order in which data flows:
 - training: `training_args`, `losses`, `optimizers`, `adapters` (LoRA), `adapting` (going on from a published drafter),
   `operations` (how much work a step is), `callbacks`, `writing` (one process a folder), `checkpointing`,
   `remote_checkpoints`, `resuming`, `trainer`, `planning` (a run before its first step);
-- decoding: `generation`, `prompts`, `serving` (vLLM and SGLang servers), `acceptance`;
+- decoding: `generation`, `prompts`, `serving` (vLLM and SGLang servers), `acceptance`, `command_generate` (the target
+  answers prompts), `command_evaluate` (what drafters save);
 - to the Hub: `model_card` (facts and results of a run), `publishing`;
 - `cli`: the options of `recipes/`, from the command line and YAML.
 """

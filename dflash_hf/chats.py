@@ -633,7 +633,7 @@ def _read_log(row: dict) -> list[Chat]:
         raise RowError(
             "streamed",
             "the response was streamed: join their `delta`s into one `message`, or let "
-            f"recipes/generate_completions.py answer the request again: {_shown(response)}.",
+            f"dflash-hf generate answer the request again: {_shown(response)}.",
         )
     if not choices:
         raise RowError("no answer", f"the response to the request has no `choices`: {_shown(response)}.")

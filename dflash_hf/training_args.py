@@ -142,7 +142,7 @@ def check_before(args: Any, environment: MutableMapping[str, str] = os.environ) 
 def check_scripted(args: Any, has_evaluation_data: bool) -> None:
     """Refuse what transformers leaves to scripts and a recipe does not do, and evaluations of nothing."""
     if args.do_predict:
-        raise ValueError("do_predict=True: this recipe predicts nothing. Use recipes/evaluate_acceptance.py.")
+        raise ValueError("do_predict=True: this recipe predicts nothing. Use `dflash-hf evaluate`.")
     # transformers sets do_eval by itself where there is a strategy.
     strategy = args.eval_strategy.value
     asked = {f"eval_strategy={strategy}": strategy != "no", "do_eval=True": args.do_eval}

@@ -141,7 +141,7 @@ def report(before: dict[str, Any] | None, after: dict[str, Any] | None, folder: 
         for name, label in (("eval_acceptance_length", "acceptance length"), ("eval_loss", "loss")):
             print(f"| {label} | {before[name]:.3f} | {after[name]:.3f} |")
     merged = folder / "merged"
-    print(f"\nThe new drafter is in {merged}; next: recipes/evaluate_acceptance.py --drafters {merged}")
+    print(f"\nThe new drafter is in {merged}; next: dflash-hf evaluate --drafters {merged}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from test_generation import drafter_for
+from oracle import drafter_for
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.cache_utils import DynamicCache
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from runs import make_trainer
-from test_generate_completions import load_recipe
 from tiny import byte_tokenizer, dense_target
 
 from dflash_hf import writing as one_writer
@@ -119,17 +118,6 @@ def test_a_second_tokenizing_leaves_the_firsts_shards_alone(tmp_path, held):
     with pytest.raises(AnotherWriterError, match="give another output"):
         tokenize_files(tmp_path / "in", tmp_path / "out", byte_tokenizer(), disable_tqdm=True)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".lock", "shard-x.tmp"]
-
-
-def test_two_runs_do_not_answer_into_one_file(tmp_path, held):
-    recipe = load_recipe(ROOT / "recipes" / "generate_completions.py")
-    output = tmp_path / "out.jsonl"
-    output.touch()
-    held(output)
-    arguments = recipe.CompletionArguments("m", "p", str(output))
-    with pytest.raises(AnotherWriterError, match="give another output"), recipe.open_output(arguments):
-        pytest.fail("wrote")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "out.jsonl.lock"]
 
 
 def test_the_lock_of_another_user_keeps_a_folder_as_ones_own_does(tmp_path, monkeypatch):

@@ -4,23 +4,19 @@
 import importlib.util
 import json
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from tiny import CHATML_TEMPLATE, MASK_TOKEN_ID, byte_tokenizer, dense_target
+from tiny import CHATML_TEMPLATE, byte_tokenizer, dense_target
 
-from dflash_hf import DFlashDraftConfig, DFlashDraftModel, TokenizeOptions, load_documents, tokenize_files
+from dflash_hf import TokenizeOptions, load_documents, tokenize_files
 from dflash_hf.cli import refuse_unused
-from dflash_hf.generation import speculative_decoding, speculative_generate
 from dflash_hf.training_args import check_scripted
 
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-HERE = {"target": "t", "drafters": ["d"], "prompts": "p"}
-SERVED = {"server": ["http://localhost:1"], "prompts": "p"}
-ASKED = {"target": "t", "prompts": "p", "output": "o"}
 
 
 def load(name):
@@ -31,49 +27,13 @@ def load(name):
     return module
 
 
-evaluate, generate, adapt, train = map(
-    load, ("evaluate_acceptance", "generate_completions", "adapt_drafter", "train_qwen36")
-)
+adapt, train = map(load, ("adapt_drafter", "train_qwen36"))
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (SERVED | {"dtype": "float32"}, "dtype=float32 has no effect on a server"),
-        (SERVED | {"temperature": 0.5, "sample_drafts": True}, "sample_drafts=True has no effect on a server"),
-        (SERVED | {"use_cache": False}, "use_cache=False has no effect on a server"),
-        (SERVED | {"target": "t"}, "target=t has no effect on a server"),
-        (HERE | {"concurrency": 4}, "concurrency=4 has no effect on decoding here"),
-        (HERE | {"plain_server": "http://localhost:1"}, "plain_server=.* has no effect on decoding here"),
-        (HERE | {"top_p": 0.9}, "top_p=0.9 has no effect at temperature 0"),
-        (HERE | {"sample_drafts": True, "top_k": 5}, "top_k=5, sample_drafts=True has no effect at temperature 0"),
-    ],
-)
-def test_evaluating(given, message):
-    with pytest.raises(ValueError, match=message):
-        evaluate.EvaluationArguments(**given)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"server": "http://localhost:1", "dtype": "float32"}, "dtype=float32 has no effect on a server"),
-        ({"server": "http://localhost:1", "batch_size": 4}, "batch_size=4 has no effect on a server"),
-        ({"concurrency": 4}, "concurrency=4 has no effect on answers generated here"),
-        ({"return_token_ids": False}, "return_token_ids=False has no effect on answers generated here"),
-        ({"top_p": 0.9}, "top_p=0.9 has no effect at temperature 0"),
-    ],
-)
-def test_generating(given, message):
-    with pytest.raises(ValueError, match=message):
-        generate.CompletionArguments(**ASKED, **given)
-
-
-def test_what_acts_is_taken():
-    evaluate.EvaluationArguments(**HERE, temperature=0.7, top_p=0.9, top_k=5, sample_drafts=True, dtype="float32")
-    evaluate.EvaluationArguments(**SERVED, temperature=0.7, top_p=0.9, top_k=5, concurrency=4, model="m")
-    generate.CompletionArguments(**ASKED, temperature=0.7, top_p=0.9, batch_size=4)
-    generate.CompletionArguments(**ASKED, server="http://localhost:1", concurrency=4, retries=1)
+@dataclass
+class Options:
+    num_shards: int = 1
+    seed: int = 0
 
 
 @pytest.mark.parametrize(
@@ -155,19 +115,5 @@ def test_dt3_a_mode_that_documents_were_not_tokenised_in_is_refused(tmp_path):
 
 
 def test_refusing_names_what_was_given_alone():
-    with pytest.raises(ValueError, match=r"^timeout=3 has no effect here\. Leave it out\.$"):
-        refuse_unused(
-            generate.CompletionArguments(**ASKED, server="http://h:1", timeout=3), ["timeout", "seed"], "here"
-        )
-
-
-def test_a_drafter_by_name_and_beams_are_refused_as_such():
-    target = dense_target()
-    config = DFlashDraftConfig.from_target_config(
-        target.config, num_hidden_layers=1, num_taps=1, mask_token_id=MASK_TOKEN_ID, block_size=4
-    )
-    ids, drafter = torch.tensor([[1, 2, 3]]), DFlashDraftModel(config)
-    with pytest.raises(ValueError, match=r"drafter is a str.*from_pretrained"):
-        speculative_generate(target, "folder", ids, 4)
-    with pytest.raises(ValueError, match="num_beams=2"):
-        target.generate(ids, custom_generate=speculative_decoding, drafter=drafter, max_new_tokens=4, num_beams=2)
+    with pytest.raises(ValueError, match=r"^num_shards=3 has no effect here\. Leave it out\.$"):
+        refuse_unused(replace(Options(), num_shards=3), ["num_shards", "seed"], "here")

@@ -123,7 +123,7 @@ def say_agreement(stage: Stage) -> None:
     if agreement < 0.98:
         print(
             "The answers were written by other weights. To have this target answer: python "
-            f"recipes/generate_completions.py --target {stage.target.name_or_path} --prompts "
+            f"dflash-hf generate --target {stage.target.name_or_path} --prompts "
             f"{HERE / 'prompts.jsonl'} --output FILE, then run this again with --completions FILE."
         )
 
