@@ -476,10 +476,10 @@ class ProfileCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         wait = self.start - state.global_step
-        if state.is_world_process_zero and wait > 0:
+        if state.is_world_process_zero and wait >= 0:
             self._profile = profile(
                 activities=[ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU],
-                schedule=schedule(wait=wait - 1, warmup=1, active=self.num_steps, repeat=1),
+                schedule=schedule(wait=max(0, wait - 1), warmup=min(1, wait), active=self.num_steps, repeat=1),
                 on_trace_ready=partial(self._write, state, args.device.index or 0),
             )
             self._profile.start()

@@ -33,7 +33,7 @@ from .callbacks import (
     first_nonfinite_parameter,
     spare_workers,
 )
-from .checkpointing import decided_by_main, rotate, write_checkpoint, writes_alone
+from .checkpointing import decided_by_main, rotate, set_aside, step_of, write_checkpoint, writes_alone
 from .configuration_dflash import DFlashDraftConfig
 from .data_collator import IGNORE_INDEX, DataCollatorForDFlash, check_documents, check_token_ids, num_valid_anchors
 from .documents import check_documents_fit
@@ -627,6 +627,8 @@ class DFlashTrainer(Trainer):
         """
         with writes_alone(self):
             folder = self._due_evaluation.folder = self.begin(resume_from_checkpoint)
+            begin = 0 if folder is None else step_of(folder) or 0
+            decided_by_main(self, lambda: set_aside(str(self.args.output_dir), begin))
             # The switch is the whole process's: were it the target's, its thread would change the drafter's kernels.
             with varied_lengths(), self._ended_in_order():
                 return super().train(None if folder is None else str(folder), *args, **kwargs)
@@ -703,6 +705,17 @@ class DFlashTrainer(Trainer):
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
         rotate(self, run_dir)
+
+    def _finalize_training(self, trial, num_train_samples, start_time):
+        # With save_total_limit=1 the parent deletes all but the best, and with them a `checkpoint-10-keep`.
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            output = super()._finalize_training(trial, num_train_samples, start_time)
+        finally:
+            self.args.save_total_limit = limit
+        if limit == 1 and self.state.best_model_checkpoint is not None:
+            rotate(self, Path(self._get_output_dir(trial)), is_over=True)
+        return output
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         with warnings.catch_warnings():

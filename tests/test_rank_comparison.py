@@ -4,20 +4,13 @@
 import json
 import runpy
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from runs import finish, make_documents, make_trainer, start
+from runs import finish, start
 from safetensors.torch import load_file, save_file
 from test_pair_recipe import RECIPES, SHAPE, SMALL, load_recipe, write_run
 from tiny import hybrid_target
-from transformers import TrainerCallback
-
-from dflash_hf.planning import RanksCallback, RanksDifferError, rank_differences
-
-
-CHANGED = "layers.1.mlp.down_proj.weight"
 
 
 def recipe(folder: str, *words: str) -> None:
@@ -26,30 +19,6 @@ def recipe(folder: str, *words: str) -> None:
     sys.argv += ["--save_only_model", "true", "--save_strategy", "steps", "--save_steps", "2"]
     sys.argv += ["--max_steps", "4", "--learning_rate", "1e-3", "--dataloader_num_workers", "0", *words]
     runpy.run_path(str(RECIPES / "train_qwen36.py"), run_name="__main__")
-
-
-class Change(TrainerCallback):
-    """Changes a weight of the last rank, as a faulty copy would."""
-
-    def __init__(self, step: int, value: float):
-        self.step, self.value = step, value
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        if state.global_step == self.step and args.process_index == args.world_size - 1:
-            with torch.no_grad():
-                dict(model.named_parameters())[CHANGED][3, 2] += self.value
-
-
-def changed(folder: str, value: float) -> None:
-    """Target of a process: train until the ranks are found to differ, and write down what each one is told."""
-    paused: list[int] = []
-    callbacks = [Change(3, value), RanksCallback(folder, 2, lambda: paused.append(trainer.state.global_step))]
-    trainer = make_trainer(f"{folder}/run", callbacks=callbacks, documents=make_documents(4), save_strategy="no")
-    try:
-        trainer.train()
-    except RanksDifferError as error:
-        told = f"{trainer.state.global_step}, {paused}: {error}"
-        Path(folder, f"told-{trainer.args.process_index}").write_text(told)
 
 
 def test_two_ranks_of_the_recipe_stay_equal_and_equal_one_that_accumulates(tmp_path, monkeypatch, capsys):
@@ -70,36 +39,6 @@ def test_two_ranks_of_the_recipe_stay_equal_and_equal_one_that_accumulates(tmp_p
     figures = json.loads((tmp_path / "figures").read_text())
     one, few = (figures[folder]["weights"]["relative_difference"] for folder in folders[1:])
     assert one < 1e-5 and few > 1e-3
-
-
-@pytest.mark.parametrize("value", [2.0**-20, float("nan")])
-def test_a_difference_ends_both_ranks_and_names_the_parameter(tmp_path, value):
-    assert finish(start(changed, str(tmp_path), value, world=2, log=tmp_path / "log"), timeout=60) == [0, 0]
-    for rank in (0, 1):
-        told = (tmp_path / f"told-{rank}").read_text()
-        assert told.startswith(f"4, [2]: After step 4 the ranks hold different weights: {CHANGED} differs by up to ")
-        assert "NCCL_P2P_DISABLE=1" in told
-    found = json.loads((tmp_path / "ranks.json").read_text())
-    assert found["steps"] == [2, 4] and found["largest_difference"][0] == 0.0 < found["largest_difference"][1]
-
-
-def test_one_rank_has_nothing_to_compare(tmp_path):
-    trainer = make_trainer(tmp_path, callbacks=[RanksCallback(tmp_path, 2)], documents=make_documents(2))
-    with pytest.raises(ValueError, match=r"a single process, .*two_pairs\.yaml"):
-        trainer.train()
-
-
-def test_what_is_equal_on_all_ranks_has_no_difference_whatever_it_is(tmp_path):
-    """Infinities and NaNs too; parameters that are not trained are left out."""
-    model = torch.nn.Linear(3, 2)
-    model.bias.requires_grad_(False)
-    with torch.no_grad():
-        model.weight.copy_(torch.tensor([[float("inf"), float("nan"), 1.0], [-float("inf"), 0.0, -0.0]]))
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
-    try:
-        assert rank_differences(model) == {"weight": 0.0}
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

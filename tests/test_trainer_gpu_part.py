@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import test_kills
+import killing
 import test_launch
 import torch
 import torch.distributed as dist
@@ -273,12 +273,12 @@ def test_d1_an_nccl_rank_with_nothing_to_learn_from_takes_part(tmp_path):
 @pytest.mark.gpu
 @two_gpus
 def test_sigterm_to_the_launcher_of_nccl_ranks_leaves_a_checkpoint_that_resumes(tmp_path):
-    newest = test_kills.signal_launcher(tmp_path, signal.SIGTERM, TWO_NCCL_RANKS, {}, **ON_GPUS)
-    assert int(newest.name.split("-")[1]) < test_kills.STEPS
-    resumed = test_kills.launched(tmp_path, TWO_NCCL_RANKS, {}, resume=True, **ON_GPUS)
+    newest = killing.signal_launcher(tmp_path, signal.SIGTERM, TWO_NCCL_RANKS, {}, **ON_GPUS)
+    assert int(newest.name.split("-")[1]) < killing.STEPS
+    resumed = killing.launched(tmp_path, TWO_NCCL_RANKS, {}, resume=True, **ON_GPUS)
     assert resumed.wait(300) == 0, (tmp_path / "log").read_text()[-3000:]
-    first, second = (test_kills.weights(tmp_path, rank) for rank in (0, 1))
-    assert (tmp_path / "step-0").read_text() == str(test_kills.STEPS) == str(len(first["losses"]))
+    first, second = (killing.weights(tmp_path, rank) for rank in (0, 1))
+    assert (tmp_path / "step-0").read_text() == str(killing.STEPS) == str(len(first["losses"]))
     assert all(torch.equal(p, second["parameters"][name]) for name, p in first["parameters"].items())
 
 

@@ -13,7 +13,7 @@ The package is reached through what stays: `dflash_hf.__all__`, `dflash_hf.gener
 configurations as on the Hub are those of the other tests.
 
 Not recorded: the bytes of files and weights. That a run killed and resumed ends in those of a run left alone is held
-by two runs of the same code, in `test_kills.py` and in `test_tokenizing.py`. Floats survive another
+by two runs of the same code, in `test_resuming.py` and in `test_tokenizing.py`. Floats survive another
 order of sums (checked with `ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2`, with `default` for both, and with
 weights changed by 1e-6 of themselves). Another release of torch may draw other random numbers; that is no change of
 the package, and a reason to record anew.
