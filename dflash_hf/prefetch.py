@@ -860,7 +860,7 @@ class PairCallback(TrainerCallback):
     on_evaluate = on_save = on_epoch_begin = _pause
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if not self._has_advised and "step_seconds" in (logs or {}):
+        if not self._has_advised and "tokens_per_second" in (logs or {}):
             self._has_advised = True
             self._advise(args, state)
 

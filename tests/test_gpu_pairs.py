@@ -46,7 +46,7 @@ def run(folder, depth: int, layout: str, target: str = "dense_target", **argumen
     assert not target_threads()
     return {
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "logs": [entry for entry in trainer.state.log_history if "loss" in entry],
+        "logs": [{**entry, **entry["details"]} for entry in trainer.state.log_history if "loss" in entry],
     }
 
 

@@ -63,7 +63,7 @@ def run(num_supervised, rows_per_step, evaluate=False, train=True, resume=None, 
     trainer.counted, trainer.anchors = [], []
     result = {}
     if evaluate:
-        result["metrics"] = trainer.evaluate()
+        result["metrics"] = trainer.evaluate() | trainer.state.log_history[-1]["details"]
         result["walked"] = trainer._evaluated.walk.values
     if train:
         trainer.train(resume_from_checkpoint=resume and f"{sys.argv[1]}/run/checkpoint-{resume}")
@@ -72,7 +72,7 @@ def run(num_supervised, rows_per_step, evaluate=False, train=True, resume=None, 
         "world": trainer.args.world_size,
         "wrapped": type(trainer.model_wrapped).__name__,
         "losses": [entry["loss"] for entry in logs if "loss" in entry],
-        "accuracies": [entry["accuracy"] for entry in logs if "accuracy" in entry],
+        "accuracies": [entry["details"]["accuracy"] for entry in logs if "loss" in entry],
         "parameters": {name: p.detach().cpu().clone() for name, p in drafter.named_parameters()},
         "counted": trainer.counted,
         "anchors": trainer.anchors,

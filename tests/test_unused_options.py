@@ -11,10 +11,9 @@ import pytest
 import torch
 from tiny import CHATML_TEMPLATE, MASK_TOKEN_ID, byte_tokenizer, dense_target
 
-from dflash_hf import DFlashDraftConfig, DFlashDraftModel, TokenizeOptions, load_documents, tokenize_files
+from dflash_hf import DFlashDraftConfig, DFlashDraftModel, TokenizeOptions, tokenize_files
 from dflash_hf.cli import refuse_unused
 from dflash_hf.generation import speculative_decoding, speculative_generate
-from dflash_hf.training_args import check_scripted
 
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -90,24 +89,6 @@ def test_training(given, message):
         train.check_sources(train.RecipeArguments(target=str(RECIPES), **given))
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"do_predict": True}, "do_predict=True: this recipe predicts nothing"),
-        ({"do_eval": True}, "do_eval=True needs data to evaluate on"),
-        ({"eval_strategy": "steps", "do_eval": True}, "eval_strategy=steps needs data"),
-        ({"eval_on_start": True}, "eval_on_start=True needs data"),
-    ],
-)
-def test_what_transformers_leaves_to_scripts(given, message):
-    values = {"do_predict": False, "do_eval": False, "eval_on_start": False, "eval_strategy": "no", **given}
-    args = SimpleNamespace(**{**values, "eval_strategy": SimpleNamespace(value=values["eval_strategy"])})
-    with pytest.raises(ValueError, match=message):
-        check_scripted(args, has_evaluation_data=False)
-    if not args.do_predict:
-        check_scripted(args, has_evaluation_data=True)
-
-
 def test_an_adapters_options_without_an_adapter(monkeypatch, tmp_path):
     words = ["--drafter", "d", "--target", "t", "--documents", str(tmp_path), "--output_dir", str(tmp_path / "out")]
     for more in (["--lora_rank", "0"], ["--trainable_modules", "fc"]):
@@ -139,19 +120,6 @@ def test_adapting_reads_chats_in_the_mode_and_with_the_leave_that_were_given(tmp
     arguments = adapt.AdaptArguments("d", str(tmp_path / "target"), str(tmp_path / "documents"))
     args = SimpleNamespace(enable_thinking=None, **{**settings, "allow_other_template": True})
     assert len(adapt.read_documents(arguments, args, tokenizer)[0]) == 1
-
-
-def test_dt3_a_mode_that_documents_were_not_tokenised_in_is_refused(tmp_path):
-    chats, tokenizer = tmp_path / "chats.jsonl", byte_tokenizer()
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
-    chats.write_text(json.dumps({"messages": messages}) + "\n")
-    tokenize_files(chats, tmp_path / "any", tokenizer, TokenizeOptions(), num_proc=1)
-    tokenize_files(chats, tmp_path / "off", tokenizer, TokenizeOptions(enable_thinking=False), num_proc=1)
-    with pytest.raises(ValueError, match=r"enable_thinking=True has no effect on .*enable_thinking=False.*anew"):
-        load_documents(tmp_path / "off", tokenizer, enable_thinking=True)
-    with pytest.raises(ValueError, match=r"enable_thinking=False has no effect on .*enable_thinking=None"):
-        load_documents(tmp_path / "any", tokenizer, enable_thinking=False)
-    assert len(load_documents(tmp_path / "off", tokenizer, enable_thinking=False, max_length=8)) == 1
 
 
 def test_refusing_names_what_was_given_alone():

@@ -6,14 +6,20 @@ import numpy as np
 import pytest
 import torch
 from naive import naive_drafter
+from runs import BLOCK_SIZE, make_documents
+from runs import make_trainer as trainer_of
 from test_generation import PROMPT, drafter_for, greedy, oracle_for
-from test_trainer import BLOCK_SIZE, make_arguments, make_documents, make_drafter, make_trainer
 from tiny import MASK_TOKEN_ID, byte_tokenizer, dense_target, hybrid_target, llama_target
+from tiny import tiny_drafter as make_drafter
 
-from dflash_hf import DataCollatorForDFlash, DFlashTrainer, FrozenTarget, PackedDataset
+from dflash_hf import DataCollatorForDFlash, FrozenTarget, PackedDataset
 from dflash_hf.acceptance import WalkedAnswer, WalkSums, follow, right_drafts, walk_batch, walk_documents
 from dflash_hf.frozen_target import FrozenHead
 from dflash_hf.generation import speculative_generate
+
+
+def make_trainer(target, folder, **arguments):
+    return trainer_of(folder, target, **{"max_steps": 2, "save_strategy": "no", **arguments})
 
 
 torch.set_num_threads(1)
@@ -101,7 +107,7 @@ def test_e4_blocks_are_counted_by_source():
 def test_the_walk_equals_one_block_after_the_other():
     """Packed rows of documents with several answers, in chunks of anchors, against the slow twin of the drafter."""
     target = dense_target()
-    documents = make_documents(3, seed=3)
+    documents = make_documents(3)
     documents[1]["supervised_spans"] = [[4, 9], [9, 12], [14, 15], [16, 18]]
     drafter = trained_like(target, documents)
     head, frozen = FrozenHead(target, "cpu"), FrozenTarget(target, drafter.config.target_layer_ids)
@@ -142,7 +148,7 @@ def test_logits_that_are_no_numbers_are_right_about_nothing():
 
 def test_rows_that_count_nothing_are_left_out():
     target = dense_target()
-    documents = make_documents(2, seed=3)
+    documents = make_documents(2)
     drafter = drafter_for(target)
     rows = PackedDataset(documents, 32)
     batch = DataCollatorForDFlash(4)([rows[0], rows[1]])
@@ -164,11 +170,11 @@ def test_rows_that_count_nothing_are_left_out():
 def test_e4_evaluation_walks_the_answers(tmp_path):
     """The trainer's numbers are those of the answers walked one by one, whatever the rows."""
     target = dense_target()
-    documents = make_documents(5, seed=1)
+    documents = make_documents(5)
     sources = ["code", "chat", "code", "maths", "chat"]
     data = [{**document, "source": source} for document, source in zip(documents, sources, strict=True)]
     trainer = make_trainer(target, tmp_path, eval_dataset=data, drafter=trained_like(target, documents))
-    metrics = trainer.evaluate()
+    metrics = trainer.evaluate() | trainer.state.log_history[-1]["details"]
     answers = walk_documents(target, trainer.model, documents)
     committed = [n for answer in answers for n in answer.committed]
     accepted = np.array([n for answer in answers for n in answer.accepted])
@@ -181,7 +187,8 @@ def test_e4_evaluation_walks_the_answers(tmp_path):
         assert metrics[f"eval_acceptance_length_{source}"] == sum(own) / len(own)
     for split in ({"row_length": 128}, {"per_device_eval_batch_size": 3}):
         given = datasets.Dataset.from_list(data)
-        other = make_trainer(target, tmp_path, eval_dataset=given, drafter=trainer.model, **split).evaluate()
+        again = make_trainer(target, tmp_path, eval_dataset=given, drafter=trainer.model, **split)
+        other = again.evaluate() | again.state.log_history[-1]["details"]
         walked = [name for name in metrics if "acceptance" in name or "accepted" in name]
         assert {name: other[name] for name in walked} == {name: metrics[name] for name in walked}
 
@@ -191,15 +198,13 @@ def test_chats_keep_their_source(tmp_path, as_dataset):
     """Two answers of a chat are two documents of its source; a chat that names none is of another."""
     turn = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "It is said."}]
     chats = [{"messages": turn * 2, "source": "talk"}, {"messages": turn, "source": None}]
-    trainer = DFlashTrainer(
-        make_drafter(dense_target()),
-        dense_target(),
-        make_arguments(tmp_path, row_length=160),
-        eval_dataset=datasets.Dataset.from_list(chats) if as_dataset else chats,
-        processing_class=byte_tokenizer(),
+    data = datasets.Dataset.from_list(chats) if as_dataset else chats
+    trainer = make_trainer(
+        dense_target(), tmp_path, eval_dataset=data, processing_class=byte_tokenizer(), row_length=160
     )
     assert trainer.eval_dataset.sources == ["talk", "talk", "other"]
-    metrics = trainer.evaluate()
+    trainer.evaluate()
+    metrics = trainer.state.log_history[-1]["details"]
     assert {name for name in metrics if name.startswith("eval_acceptance_length_")} == {
         "eval_acceptance_length_talk",
         "eval_acceptance_length_other",
@@ -208,7 +213,7 @@ def test_chats_keep_their_source(tmp_path, as_dataset):
 
 def test_evaluation_runs_the_target_once_per_batch(tmp_path, monkeypatch):
     target = dense_target()
-    trainer = make_trainer(target, tmp_path, eval_dataset=make_documents(3, seed=1), drafter=make_drafter(target))
+    trainer = make_trainer(target, tmp_path, eval_dataset=make_documents(3), drafter=make_drafter(target))
     calls, original = [], trainer.target.context_hidden_states
     monkeypatch.setattr(trainer.target, "context_hidden_states", lambda *a: calls.append(1) or original(*a))
     trainer.evaluate()
@@ -225,9 +230,10 @@ def test_an_oracle_is_walked_in_whole_blocks():
 
 def test_a_collator_of_ones_own_keeps_the_acceptance_at_random_anchors(tmp_path, caplog):
     target = dense_target()
-    trainer = make_trainer(target, tmp_path, eval_dataset=make_documents(3, seed=1), drafter=make_drafter(target))
+    trainer = make_trainer(target, tmp_path, eval_dataset=make_documents(3), drafter=make_drafter(target))
     whole = trainer.data_collator
     trainer.data_collator = lambda rows: {k: v for k, v in whole(rows).items() if k != "supervised_runs"}
     metrics = trainer.evaluate()
     assert "no `supervised_runs`" in caplog.text
-    assert metrics["eval_acceptance_length"] >= 1 and "eval_acceptance_slot_1" not in metrics
+    details = trainer.state.log_history[-1]["details"]
+    assert metrics["eval_acceptance_length"] >= 1 and "eval_acceptance_slot_1" not in details
