@@ -100,11 +100,10 @@ def _divergence(name: str, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Te
 
 
 class _WeightedCrossEntropy:
-    slot_terms = SlotTerms()
+    """Its `weights` `[M, b-1]` follow from the detached cross-entropies `[M, b-1]` and from what counts."""
 
-    def weights(self, losses: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-        """Weights `[M, b-1]` from the detached cross-entropies `[M, b-1]` (0 where uncounted) and what counts."""
-        raise NotImplementedError
+    slot_terms = SlotTerms()
+    weights: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
     def block_losses(self, terms: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
         return self.weights(terms[..., 0].detach(), counted) * terms[..., 0]

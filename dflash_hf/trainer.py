@@ -294,28 +294,21 @@ class DFlashTrainer(Trainer):
         trainer.train()
 
     Args:
-        model (`DFlashDraftModel` or `str`):
-            The drafter, or the folder or Hub id of one to continue; None makes a new one for the target. Its
-            parameters are kept in fp32.
-        target_model (`str`, `PreTrainedModel` or `FrozenTarget`):
-            The target, by Hub id, folder or loaded. It is frozen and belongs to no checkpoint.
-        args (`DFlashTrainingArguments`, *optional*):
-            What to train with.
-        data_collator (*optional*):
-            Makes batches of packed rows; a [`DataCollatorForDFlash`] by default.
-        train_dataset, eval_dataset (`datasets.Dataset`, `list[dict]` or `PackedDataset`, *optional*):
-            Chats (`messages`, `conversations`, or `prompt` and `completion`, as texts or messages), documents
-            (`input_ids`, `supervised_spans`) or packed rows of them; [`load_documents`] opens a folder. Of a
-            `DatasetDict`, `train` is trained on. Several evaluation sets may be given by name.
-        processing_class (`PreTrainedTokenizerBase`, *optional*):
-            The target's tokenizer, by default the one that its id or folder has; needed for chats.
-        peft_config (`peft.PeftConfig`, *optional*):
-            Train an adapter, saved without the drafter, in place of its weights; without `target_modules`, of all
-            matrices. [`adapters.lora_config`] makes one, [`adapters.merge_adapter`] the new drafter.
-        recipe (`dict`, *optional*):
-            What a script was started with, as JSON; written into every checkpoint's `dflash_run.json`.
-        **kwargs:
-            Further arguments of [`~transformers.Trainer`].
+        model: The drafter (`DFlashDraftModel`), or the folder or Hub id of one to continue; None makes a new one for
+            the target. Its parameters are kept in fp32.
+        target_model: The target, by Hub id, folder, or loaded (`PreTrainedModel`, `FrozenTarget`). It is frozen and
+            belongs to no checkpoint.
+        args: What to train with.
+        data_collator: Makes batches of packed rows; a [`DataCollatorForDFlash`] by default.
+        train_dataset, eval_dataset: A `datasets.Dataset` or list of chats (`messages`, `conversations`, or `prompt`
+            and `completion`, as texts or messages) or of documents (`input_ids`, `supervised_spans`), or a
+            [`PackedDataset`]; [`load_documents`] opens a folder. Of a `DatasetDict`, `train` is trained on. Several
+            evaluation sets may be given by name.
+        processing_class: The target's tokenizer, by default the one that its id or folder has; needed for chats.
+        peft_config: Train an adapter, saved without the drafter, in place of its weights; without `target_modules`, of
+            all matrices. [`adapters.lora_config`] makes one, [`adapters.merge_adapter`] the new drafter.
+        recipe: What a script was started with, as JSON; written into every checkpoint's `dflash_run.json`.
+        **kwargs: Further arguments of [`~transformers.Trainer`].
 
     Raises:
         ValueError: When drafter, target and data do not fit together, or nothing in the data can be learned from.
@@ -385,10 +378,7 @@ class DFlashTrainer(Trainer):
         drafter: Any = DFlashDraftModel.from_pretrained(model) if isinstance(model, str | Path) else model
         config = self._drafter_config = drafter.config
         if not isinstance(config, DFlashDraftConfig):
-            raise ValueError(
-                f"model is a {type(drafter).__name__}; DFlashTrainer trains a DFlashDraftModel, and the target goes "
-                "into target_model."
-            )
+            raise ValueError(f"model is a {type(drafter).__name__}, not a DFlashDraftModel; the target comes second.")
         self.objective = args.make_objective(config.block_size)
         check_part(drafter, peft_config, args.trainable_modules)
         self.target = self._frozen_target(target_model, init_kwargs)
@@ -414,10 +404,7 @@ class DFlashTrainer(Trainer):
         args, final_states = self.args, compares_distributions(self.args.objective)
         if isinstance(target_model, FrozenTarget):
             if final_states and not target_model.final_states:
-                raise ValueError(
-                    f"objective={args.objective!r} compares with the target's distribution: make the FrozenTarget "
-                    "with final_states=True."
-                )
+                raise ValueError(f"objective={args.objective!r} needs FrozenTarget(..., final_states=True).")
             if given:
                 raise ValueError(f"target_model_init_kwargs={given} cannot act on a FrozenTarget, which is loaded.")
             return target_model
@@ -482,14 +469,10 @@ class DFlashTrainer(Trainer):
 
     def _pack(self, data: Any) -> PackedDataset | None:
         """Chats, documents or rows to packed rows, checked before any GPU time is spent; None stays None."""
-        data = readable(data)
+        data, config = readable(data), self._drafter_config
         if data is None:
             return None
-        if isinstance(data, PackedDataset):
-            documents = data.documents
-        else:
-            documents = self._tokenized(data) if holds_chats(data) else data
-        config = self._drafter_config
+        documents = data.documents if isinstance(data, PackedDataset) else self._documents(data)
         check_documents_fit(documents, self._tokenizer, self.args.allow_other_template)
         check_documents(documents, config.block_size)
         check_token_ids(documents, self.head.vocab_size, config.mask_token_id)
@@ -504,11 +487,13 @@ class DFlashTrainer(Trainer):
             return data
         return PackedDataset(documents, self.args.row_length, seed=_data_seed(self.args))
 
-    def _tokenized(self, chats: Any) -> Any:
+    def _documents(self, data: Any) -> Any:
+        if not holds_chats(data):
+            return data
         if self._tokenizer is None:
             raise ValueError("The data holds chats, and the target has no tokenizer: pass it as processing_class.")
-        documents = tokenize_completions(list(chats), self._tokenizer, **tokenizing(self.args, self.target))
-        return with_sources(documents, chats)
+        documents = tokenize_completions(list(data), self._tokenizer, **tokenizing(self.args, self.target))
+        return with_sources(documents, data)
 
     def get_train_dataloader(self):
         """The parent's dataloader, whose batches stay on the host until the prefetcher sends them where they go."""
@@ -592,9 +577,9 @@ class DFlashTrainer(Trainer):
         """
         args, config = self.args, self._drafter_config
         if inputs["labels"].shape[-1] != config.block_size:
+            slots = inputs["labels"].shape[-1]
             raise ValueError(
-                f"The collator makes blocks of {inputs['labels'].shape[-1]} slots, the drafter's block_size is "
-                f"{config.block_size}. Give both the same, or leave data_collator out."
+                f"The collator's block_size is {slots}, the drafter's {config.block_size}. Give them one."
             )
         states = self.prefetcher.context_hidden_states(inputs)
         context_hidden_states, final_hidden_states = self.target.split(states)
@@ -697,9 +682,7 @@ class DFlashTrainer(Trainer):
                 for answer in walk_batch(model, self._drafter_config, self.head, inputs, context_hidden_states):
                     self._evaluated.add_answer(answer)
             else:
-                logger.warning_once(
-                    "The collator gives no `supervised_runs`: the acceptance length is that at random anchors."
-                )
+                logger.warning_once("Without `supervised_runs` the acceptance length is that at random anchors.")
         return loss.detach(), None, None
 
     def evaluation_loop(  # type: ignore[override]
@@ -749,15 +732,15 @@ class DFlashTrainer(Trainer):
 
     def learned_nothing(self) -> str | None:
         """What to say at the end of a run whose drafter drafts next to nothing, or that hardly began; else None."""
-        steps, history = self.state.global_step, self.state.log_history
-        lengths = [entry.get("eval_acceptance_length", entry.get("acceptance_length")) for entry in history]
-        length = next((value for value in reversed(lengths) if value is not None), None)
+        steps = self.state.global_step
+        entries = [entry.items() for entry in self.state.log_history]
+        lengths = [value for items in entries for name, value in items if name.endswith("acceptance_length")]
         start = "Some 500 steps on a few thousand chats that the target answered would be a start."
-        if length is not None and length < LITTLE_ACCEPTED:
-            return (
-                f"The drafter has learned next to nothing: after {steps} steps its acceptance length is {length:.2f}, "
-                f"and 1 means that no draft is accepted. {start}"
+        if lengths and lengths[-1] < LITTLE_ACCEPTED:
+            what = (
+                f"after {steps} steps its acceptance length is {lengths[-1]:.2f}, where 1 means no draft is accepted"
             )
+            return f"The drafter has learned next to nothing: {what}. {start}"
         return f"Only {steps} steps ran, which teach a drafter next to nothing. {start}" if steps < FEW_STEPS else None
 
     def begin(self, resume_from_checkpoint: str | bool | None = None) -> Path | None:

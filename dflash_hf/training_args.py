@@ -65,8 +65,8 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
 }
 
 ONE_DRAFTER = (
-    "would cut the drafter into parts, which checkpoints and guard take whole. Several GPUs train it by DDP "
-    "(recipes/accelerate/two_pairs.yaml); activation_checkpointing=True or optim='adamw_torch_8bit' save memory."
+    "would cut the drafter into parts. Several GPUs train it by DDP (recipes/accelerate/two_pairs.yaml); "
+    "activation_checkpointing=True or optim='adamw_torch_8bit' save memory."
 )
 LOSES_MASTERS = "leaves the drafter without fp32 masters. Set bf16=True instead."
 # Arguments of transformers' Trainer that have to be on or off, and what the other value would do; these first, before
@@ -299,25 +299,19 @@ class DFlashTrainingArguments(TrainingArguments):
             if values[name] not in taken:
                 raise ValueError(f"{name}={values[name]!r} must be one of {', '.join(filter(None, taken))}.")
         if self.max_steps == 0 or (self.max_steps < 0 and not 0 < self.num_train_epochs <= FINITE):
-            raise ValueError(
-                f"max_steps={self.max_steps} and num_train_epochs={self.num_train_epochs} would train nothing: give "
-                "one of them more than 0, or call evaluate()."
-            )
+            given = f"max_steps={self.max_steps} and num_train_epochs={self.num_train_epochs}"
+            raise ValueError(f"{given} would train nothing: give one of them more than 0, or call evaluate().")
         unknown = sorted(set(self.allow_resume_changes or []) - set(CHANGES))
         if unknown:
             raise ValueError(f"allow_resume_changes names {unknown}; what may differ is one of {list(CHANGES)}.")
         if self.fp16 and self.device.type == "cpu":
             raise ValueError("fp16=True needs an accelerator; on a CPU leave it out, or set bf16=True.")
         if self.compile_layers and self.torch_compile:
-            raise ValueError(
-                "compile_layers=True compiles the layers one by one, torch_compile=True (or the launcher's "
-                "dynamo_backend) the whole drafter. Give one of them."
-            )
+            raise ValueError("compile_layers=True compiles layer by layer, torch_compile=True all at once. Give one.")
         metric = self.metric_for_best_model
         if metric is not None and not metric.endswith(("loss", "acceptance_length", "accuracy")):
             raise ValueError(
-                f"metric_for_best_model={metric!r}: an evaluation gives loss, acceptance_length and accuracy, behind "
-                "the name of the data set where there are several (code_loss)."
+                f"metric_for_best_model={metric}: choose loss, acceptance_length or accuracy (or SET_loss)."
             )
 
     def _check_weights(self) -> None:
@@ -341,13 +335,11 @@ class DFlashTrainingArguments(TrainingArguments):
         given = [n for n in ("optim_args", "optim_target_modules") if vars(self)[n]]
         if self.muon and (given or name not in ("adamw_torch", "adamw_torch_fused")):
             raise ValueError(
-                f"muon=True trains with torch's Muon and AdamW, without optim={name!r} and {given}. Leave them out."
+                f"muon=True trains by Muon and AdamW, without optim={name!r} and {given}. Leave them out."
             )
         if not self.muon and ("lomo" in name or "layerwise" in name):
-            raise ValueError(
-                f"optim={name!r} steps within the backward, where gradients are neither clipped nor checked. Choose "
-                "another one; optim='adamw_torch_8bit' saves memory too."
-            )
+            what = "steps within the backward, where gradients are neither clipped nor checked"
+            raise ValueError(f"optim={name!r} {what}. Choose another one; adamw_torch_8bit saves memory too.")
         settings: Any = self.lr_scheduler_kwargs  # a JSON string became a dict
         get_scheduler(self.lr_scheduler_type, torch.optim.SGD([torch.zeros(1)]), 1, 10**6, settings)
 
