@@ -352,7 +352,7 @@ class Throughput(TrainerCallback):
         return f"The target limits the step ({medians}): more anchors (num_anchors) cost nothing until both are equal."
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if not self._has_advised and "step_seconds" in (logs or {}):
+        if not self._has_advised and "tokens_per_second" in (logs or {}):
             self._has_advised = True
             self._advise(args, state)
 

@@ -90,7 +90,9 @@ def read_run(folder: Path, skip: int) -> dict[str, Any]:
 
 
 def figures_of_logs(folder: Path, state: Path, skip: int) -> dict[str, Any]:
-    logs = read_logs(json.loads(state.read_text())["log_history"])
+    # Where the time goes stands in the details of an entry.
+    history = [{**entry, **entry.get("details", {})} for entry in json.loads(state.read_text())["log_history"]]
+    logs = read_logs(history)
     if not logs:
         raise SystemExit(f"{state} holds no log of a training step: train with a --logging_steps below the steps.")
     path = folder / "profile_copies.json"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_overfit import BLOCK_SIZE, NEW_TOKENS, SEEDS, written_documents
+from test_trainer import BLOCK_SIZE, NEW_TOKENS, SEEDS, written_documents
 from tiny import MASK_TOKEN_ID, VOCAB_SIZE, byte_tokenizer, dense_target
 from transformers import AutoModelForCausalLM, QuantoConfig
 

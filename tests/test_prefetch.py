@@ -326,7 +326,7 @@ def test_a_batch_that_nobody_ordered_is_computed_at_once(tmp_path):
 def test_the_log_says_where_the_time_goes(tmp_path, caplog):
     trainer = make_trainer(tmp_path, 2, measure_alone_steps=3, logging_steps=2)
     trainer.train()
-    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    entries = [{**entry, **entry["details"]} for entry in trainer.state.log_history if "loss" in entry]
     names = ("step_seconds", "target_seconds", "wait_seconds", "drafter_seconds", "tokens_per_second")
     for entry in entries:
         assert all(entry[name] > 0 for name in (*names, "anchors_per_second"))
@@ -343,7 +343,7 @@ def test_time_is_not_counted_while_evaluating(tmp_path):
 
     trainer = make_trainer(tmp_path, 2, trainer_class=Slow, eval_strategy="steps", eval_steps=1, max_steps=4)
     trainer.train()
-    assert all(entry["step_seconds"] < 0.5 for entry in trainer.state.log_history if "loss" in entry)
+    assert all(entry["details"]["step_seconds"] < 0.5 for entry in trainer.state.log_history if "loss" in entry)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import killing
 import numpy as np
 import pytest
-import killing
 import test_launch
 import torch
 import torch.distributed as dist

@@ -191,14 +191,19 @@ COUNTED_STEPS = 3
 TIMED = re.compile("time|per_second|seconds|train_loss|total_flos|memory|target_|drafter_|wait|share|epoch")
 
 
+def all_figures(trainer: Any, shown: dict[str, float]) -> dict[str, float]:
+    """Those of an evaluation that are shown, and the details that only the state's log has."""
+    return shown | trainer.state.log_history[-1]["details"]
+
+
 def twenty_steps(
     folder: Path, target: Any, documents: list | None = None, counted_steps: int = COUNTED_STEPS, **arguments: Any
 ) -> dict[str, Any]:
     trainer = make_trainer(folder, target, documents=documents, **arguments)
-    evaluation = trainer.evaluate()
+    evaluation = all_figures(trainer, trainer.evaluate())
     before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
     trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    logs = [{**entry, **entry["details"]} for entry in trainer.state.log_history if "loss" in entry]
     return {
         "evaluation before": {name: value for name, value in evaluation.items() if not TIMED.search(name)},
         "steps": [
@@ -207,7 +212,7 @@ def twenty_steps(
         "metrics": [{name: entry[name] for name in COUNTED} for entry in logs[:counted_steps]],
         "evaluation after": {
             name: value
-            for name, value in trainer.evaluate().items()
+            for name, value in all_figures(trainer, trainer.evaluate()).items()
             if name == "eval_loss" or (counted_steps == 20 and not TIMED.search(name))
         },
         # How far each parameter went. Muon's matrices go by roundings to bfloat16.
