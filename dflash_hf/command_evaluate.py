@@ -19,16 +19,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
-
-import dflash_hf
 
 from .acceptance import (
     DEFINITION,
@@ -256,7 +254,7 @@ class Results:
 
 def _versions() -> dict[str, str]:
     # Also where this package is used without being installed.
-    return {module.__name__: module.__version__ for module in (dflash_hf, torch, transformers)}
+    return {name: version(name) for name in ("dflash_hf", "torch", "transformers")}
 
 
 def _server_result(report: ServerReport) -> dict[str, Any]:

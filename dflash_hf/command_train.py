@@ -26,13 +26,13 @@ from .chats import is_remote
 from .cli import errors_in_one_line, parse_config, refuse_unused
 from .configuration_dflash import DFlashDraftConfig
 from .documents import read_manifest
-from .frozen_target import FrozenTarget, mask_token_for, random_target, read_target_config, synthetic_documents
+from .frozen_target import FrozenTarget, random_target, read_target_config, synthetic_documents
 from .losses import compares_distributions
 from .modeling_dflash import DFlashDraftModel
 from .planning import Plan, RanksCallback, check_memory, check_ranks, make_plan, preflight
 from .prefetch import place_target, placements
 from .topology import planned_placements
-from .trainer import DFlashTrainer, documents_reader
+from .trainer import DFlashTrainer, documents_reader, new_drafter_config
 from .training_args import DFlashTrainingArguments, check_scripted
 from .writing import check_writable
 
@@ -172,7 +172,7 @@ def main(argv: Sequence[str] | None = None, default_config: Path | None = None, 
                 check_ranks(recipe.compare_ranks_steps, args.world_size)
             _tell_of_idle_gpus(args, devices)
         if args.process_index == 0:
-            check_writable(Path(args.output_dir))
+            check_writable(Path(str(args.output_dir)))
     set_seed(args.seed)
     with end_together():
         run = Run(recipe, args)
@@ -225,9 +225,7 @@ class Run:
             given["use_sliding_window"] = True
         if self.recipe.num_layers is not None:
             given["num_hidden_layers"] = self.recipe.num_layers
-        if "mask_token_id" not in given:
-            given["mask_token_id"] = mask_token_for(self.target_config, self.tokenizer)
-        return DFlashDraftConfig.from_target_config(self.target_config, **given)
+        return new_drafter_config(self.target_config, self.tokenizer, **given)
 
     def _read_documents(self) -> tuple[Any, Any]:
         """Documents to train on and to evaluate on."""
@@ -236,8 +234,8 @@ class Run:
             length, mask = min(recipe.synthetic_length, args.row_length), config.mask_token_id or 0
             count = recipe.num_synthetic_documents
             return synthetic_documents(count, length, config.vocab_size, mask, args.seed), None
+        assert recipe.completions is not None and self.tokenizer is not None  # checked
         documents = documents_reader(args, recipe.target, self.tokenizer)
-        assert recipe.completions is not None  # checked
         evaluation = None
         if recipe.eval_completions is not None:
             # Of tokenised documents the part that was set apart for evaluation.
@@ -280,20 +278,22 @@ class Run:
             plan = self.plan()
             if self.args.process_index == 0:
                 print(plan.report())
-                Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
-                (Path(self.args.output_dir) / "dry_run.json").write_text(json.dumps(asdict(plan), indent=2))
+                folder = Path(str(self.args.output_dir))
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / "dry_run.json").write_text(json.dumps(asdict(plan), indent=2))
             self.check_memory(plan)
             if self.args.process_index == 0:
                 config = {"cpu": "cpu", "paired": "one_pair"}.get(plan.layout, "one_gpu")
                 config = "two_pairs" if plan.world_size == 2 else config
                 print(f"{'to start it':<16} dflash-hf train --accelerate_config {config} ... with the same options")
 
-    def _load_target(self, taps: list[int]) -> FrozenTarget:
+    def _load_target(self, taps: list[int] | None) -> FrozenTarget:
         """The target on its device or devices, before the trainer is made, which then takes it as it is."""
         recipe, args = self.recipe, self.args
         device, spread = place_target(args)
         given, args.target_model_init_kwargs = args.target_model_init_kwargs or {}, None
-        assert isinstance(given, dict)  # a JSON string becomes a dict in TrainingArguments
+        # A JSON string becomes a dict in TrainingArguments, and every configuration has taps.
+        assert isinstance(given, dict) and taps is not None
         options = {"compile_target": args.compile_target, "allow_slow_target": args.allow_slow_target}
         options["final_states"] = compares_distributions(args.objective)
         if not recipe.random_target_config:
@@ -338,10 +338,10 @@ class Run:
         trainer = make_trainer(args, self.eval_documents)
         if recipe.profile_steps:
             start = args.measure_alone_steps + 5
-            trainer.add_callback(ProfileCallback(args.output_dir, recipe.profile_steps, start))
+            trainer.add_callback(ProfileCallback(str(args.output_dir), recipe.profile_steps, start))
         if recipe.compare_ranks_steps:
             pause = trainer.throughput.pause
-            trainer.add_callback(RanksCallback(args.output_dir, recipe.compare_ranks_steps, pause))
+            trainer.add_callback(RanksCallback(str(args.output_dir), recipe.compare_ranks_steps, pause))
         trainer.train(resume_from_checkpoint=resumed_checkpoint(args))
         trainer.save_state()
         if recipe.random_target_config:
@@ -353,3 +353,5 @@ class Run:
             trainer.save_metrics("eval", metrics)
         if args.process_index == 0:
             print(f"The drafter is in {args.output_dir}; next: dflash-hf validate {args.output_dir}")
+            if (said := trainer.learned_nothing()) is not None:
+                print(said)

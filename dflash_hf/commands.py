@@ -78,15 +78,24 @@ def launch(command: str, options: list[str]) -> list[str]:
 
 def _function(command: str) -> Callable[[Sequence[str]], int | None]:
     # Each command imports only what it needs.
-    if command in ("train", "plan"):
-        from .command_train import main as run
+    match command:
+        case "train" | "plan":
+            from .command_train import main as train
 
-        return partial(run, plan=command == "plan")
-    if command == "validate":
-        from .validation import main as validate
-
-        return lambda words: validate(["validate", *words])
-    raise NotImplementedError
+            return partial(train, plan=command == "plan")
+        case "tokenize":
+            from .command_tokenize import main
+        case "generate":
+            from .command_generate import main
+        case "evaluate":
+            from .command_evaluate import main
+        case "adapt":
+            from .command_adapt import main
+        case "publish":
+            from .command_publish import main
+        case _:
+            from .validation import main
+    return main
 
 
 if __name__ == "__main__":

@@ -684,16 +684,15 @@ def mask_token_for(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase 
     """
     if (known := KNOWN_MASK_TOKENS.get((config.model_type, config.vocab_size))) is not None:
         return known
-    vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
-    template = "" if tokenizer is None else str(tokenizer.chat_template)
+    if tokenizer is None:
+        raise ValueError("Without a tokenizer no mask token can be chosen: give processing_class, or a mask_token_id.")
+    vocabulary, template = tokenizer.get_vocab(), str(tokenizer.chat_template)
     reserved = [i for token, i in vocabulary.items() if RESERVED_TOKEN.fullmatch(token) and token not in template]
     taken = set(vocabulary.values())
     padding = (i for i in range(config.vocab_size) if i not in taken)
     found = min((i for i in reserved if i < config.vocab_size), default=next(padding, None))
     if found is not None:
-        logger.warning(f"Slots to be drafted hold token {found}, which {config.model_type} reserves (mask_token_id).")
         return found
-    assert tokenizer is not None  # without one every row is free
     used = {tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token, tokenizer.unk_token}
     added = {i: str(token) for i, token in sorted(tokenizer.added_tokens_decoder.items())}
     special = [f"{i} ({token})" for i, token in added.items() if token not in used and token not in template]

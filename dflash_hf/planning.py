@@ -22,6 +22,7 @@ import torch.distributed as dist
 from huggingface_hub import HfApi
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, TrainerCallback
+from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
 from .configuration_dflash import DFlashDraftConfig
@@ -206,7 +207,7 @@ def make_plan(
 
 def _num_checkpoints(args: DFlashTrainingArguments, steps_per_epoch: int, total_steps: int) -> int:
     """Checkpoints that lie on the disk at once, and the finished drafter."""
-    strategy = str(args.save_strategy.value)
+    strategy = SaveStrategy(args.save_strategy).value
     every = args.save_steps if args.save_steps >= 1 else args.save_steps * total_steps
     saved = {"steps": total_steps / max(every, 1), "no": 0}.get(strategy, total_steps / steps_per_epoch)
     # One more is there while the oldest still is.
@@ -245,6 +246,7 @@ def _needs(
         drafter = DFlashDraftModel(config)
         target: Any = AutoModelForCausalLM.from_config(target_config)
     compares, layers = compares_distributions(args.objective), target.get_decoder().layers
+    assert config.target_layer_ids is not None  # every configuration has taps
     # The others are cut off, unless the objective needs the target's distribution.
     read = layers if compares else layers[: config.target_layer_ids[-1] + 1]
     # The target's final hidden states travel too where they are compared with.

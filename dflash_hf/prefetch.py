@@ -302,10 +302,11 @@ class Throughput(TrainerCallback):
             self._in_turn += self._is_alone
             self._step = Span(self._device)
 
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        self._step = None  # what comes between two steps, an evaluation or a checkpoint too, is no part of one
+    def pause(self, *args, **kwargs) -> None:
+        """Between two steps: what comes now, an evaluation or a checkpoint, is not part of one."""
+        self._step = None
 
-    on_evaluate = on_save = on_epoch_begin
+    on_epoch_begin = on_evaluate = on_save = pause
 
     def metrics(self) -> dict[str, float]:
         """Means per optimizer step since the last call, rates, peak memory, and the share of steps taken in turn."""

@@ -17,6 +17,7 @@ from tiny import (
     HIDDEN_SIZE,
     MASK_TOKEN_ID,
     VOCAB_SIZE,
+    byte_tokenizer,
     dense_target,
     hybrid_target,
     llama_target,
@@ -42,6 +43,7 @@ from dflash_hf.frozen_target import (
     FrozenHead,
     keep_tuned_kernels,
     load_model,
+    mask_token_for,
     random_target,
     refuse_slow,
     synthetic_documents,
@@ -768,3 +770,17 @@ def test_the_memory_of_a_forward_does_not_grow_with_the_batch():
         del features
     assert FEWEST_TOKENS < 8 * 4096
     assert peaks[2] < 1.5 * peaks[1]
+
+
+def test_n3_the_mask_token_is_one_that_no_text_holds():
+    config, tokenizer = dense_target().config, byte_tokenizer()
+    assert mask_token_for(config, tokenizer) == 260  # the first row past the tokenizer's last id
+    assert mask_token_for(dense_target(vocab_size=151936, num_layers=1).config, None) == 151669
+    config.vocab_size = len(tokenizer)
+    with refused(ValueError, "--mask_token_id", "256 (<|endoftext|>)"):
+        mask_token_for(config, tokenizer)
+    with refused(ValueError, "mask_token_id", "processing_class"):
+        mask_token_for(config, None)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|reserved_0|>"]})
+    config.vocab_size += 1
+    assert mask_token_for(config, tokenizer) == 260

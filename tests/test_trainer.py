@@ -45,7 +45,6 @@ from dflash_hf.acceptance import measure_acceptance
 from dflash_hf.data_collator import document_seed
 from dflash_hf.losses import add_context_noise
 from dflash_hf.packing import RowSampler
-from dflash_hf.trainer import default_mask_token
 
 
 BLOCK_SIZE = 4
@@ -780,17 +779,6 @@ def test_a_new_drafter_is_made_for_the_target(tmp_path, target_folder):
     assert frozen.model.config.target_layer_ids == [2]
     with refused(ValueError, "processing_class", "mask_token_id"):
         make_new(tmp_path, dense_target())
-
-
-def test_the_mask_token_is_one_that_no_text_holds():
-    config, tokenizer = dense_target().config, byte_tokenizer()
-    assert default_mask_token(config, tokenizer) == 260
-    assert default_mask_token(dense_target(vocab_size=151936, num_layers=1).config) == 151669
-    config.vocab_size = len(tokenizer)
-    with refused(ValueError, "256 (<|endoftext|>)"):
-        default_mask_token(config, tokenizer)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|reserved_0|>"]})
-    assert default_mask_token(config, tokenizer) == 260
 
 
 def test_chats_are_cut_at_max_length(target, tmp_path):
