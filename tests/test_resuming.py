@@ -345,6 +345,20 @@ def test_unknown_changes_are_refused(target, tmp_path):
         make_trainer(tmp_path, target, allow_resume_changes=["drafter"])
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("neftune_noise_alpha", 1.0),
+        ("train_sampling_strategy", "sequential"),
+        ("fp16", True),
+        ("enable_jit_checkpoint", True),
+    ],
+)
+def test_an_argument_that_would_have_no_effect_is_refused(target, tmp_path, name, value):
+    with refused(ValueError, name):
+        make_trainer(tmp_path, target, **{name: value})
+
+
 # Files
 
 
