@@ -15,7 +15,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils.other import get_free_port
 from runs import make_trainer
-from tiny import refused, write_chats
+from tiny import hybrid_target, refused, write_chats
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from dflash_hf import DFlashDraftModel, DFlashTrainer, commands, prefetch
@@ -316,6 +316,18 @@ def test_two_launches_on_loopback_make_the_machines_of_multi_node_pairs(tmp_path
     assert [result["world"] for result in saved] == [2, 2]
     for result in saved:
         assert largest_difference(result, alone["ahead"]) <= 1e-6
+
+
+@pytest.mark.slow
+def test_two_ranks_plan_and_try_out_by_the_shipped_configuration(tmp_path):
+    hybrid_target().config.save_pretrained(tmp_path / "target")
+    words = ["-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / "two_pairs.yaml")]
+    words += ["--main_process_port", "0", "recipes/train_qwen36.py", *SMALL, "--output_dir", str(tmp_path / "out")]
+    words += ["--random_target_config", str(tmp_path / "target" / "config.json"), "--num_synthetic_documents", "12"]
+    words += ["--synthetic_length", "32", "--target", "none", "--mask_token_id", "260"]
+    finished(process(*words, "--dry_run", "true"))
+    assert json.loads((tmp_path / "out" / "dry_run.json").read_text())["world_size"] == 2
+    assert finished(process(*words, "--preflight", "true")).count(": ok") == 4
 
 
 @pytest.mark.slow
