@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import killing
 import pytest
 import torch
 import yaml
@@ -128,6 +129,15 @@ CASES |= {f"{name}_in_turn": {**CASES[name], "prefetch_depth": 0} for name in ("
 COMPRESSED = {f"{n}_compressed": {**CASES[n], "ddp_bf16_compression": True} for n in ("ahead", "accumulating")}
 
 
+# By the shipped configuration, each with target and drafter on its own GPU; kernels' compilation is not the point.
+ON_GPUS = {"use_cpu": False, "bf16": True, "target_layout": "shared", "drafter_attn_implementation": "sdpa"}
+ON_GPUS |= {"compile_layers": False, "learning_rate": 0.05}
+NCCL = {
+    f"{name}_nccl": {**CASES[name], **ON_GPUS} for name in ("two_rows", "silent_rows", "only_silent_rows_in_a_step")
+}
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
 def make_rows(num_supervised: list[int]) -> list[dict]:
     """Documents that fill a row each, with that many supervised tokens."""
     generator, rows = torch.Generator().manual_seed(0), []
@@ -193,7 +203,7 @@ def train_cases(folder: str, names: str, fails: str = "") -> None:
     torch.set_num_threads(1)
     Recorded.fails = fails == "fails" and os.environ["RANK"] == "1"
     with end_together():
-        results = {name: train(folder, **(CASES | COMPRESSED)[name]) for name in names.split(",")}
+        results = {name: train(folder, **(CASES | COMPRESSED | NCCL)[name]) for name in names.split(",")}
         torch.save(results, f"{folder}/{PartialState().process_index}.pt")
 
 
@@ -335,6 +345,43 @@ def test_no_run_of_twenty_aborts_at_its_exit(tmp_path):
     for number in range(20):
         output = finished(launch(tmp_path / str(number), cases=["two_rows"]))
         assert "abort" not in output.lower() and "terminate called" not in output
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_two_nccl_ranks_equal_one_that_accumulates(tmp_path):
+    """A rank with nothing to learn from takes part there too (d1)."""
+    finished(launch(tmp_path, "--gpu_ids", "0,1", "--main_process_port", "0", cases=NCCL))
+    first, second = (torch.load(path) for path in sorted(tmp_path.glob("*.pt")))
+    for name in NCCL:
+        alone = train(tmp_path / "alone", **NCCL[name])
+        assert first[name]["world"] == second[name]["world"] == 2 and alone["world"] == 1
+        assert largest_difference(first[name], second[name]) == 0
+        assert first[name]["losses"] == pytest.approx(alone["losses"], rel=1e-2)
+        assert largest_difference(first[name], alone) < 1e-2
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_sigterm_to_the_launcher_of_nccl_ranks_leaves_a_checkpoint_that_resumes(tmp_path):
+    config = ("--config_file", str(CONFIGS / "two_pairs.yaml"), "--gpu_ids", "0,1")
+    newest = killing.signal_launcher(tmp_path, signal.SIGTERM, config, {}, **ON_GPUS)
+    assert int(newest.name.split("-")[1]) < killing.STEPS
+    resumed = killing.launched(tmp_path, config, {}, resume=True, **ON_GPUS)
+    assert resumed.wait(300) == 0, (tmp_path / "log").read_text()[-3000:]
+    first, second = (killing.weights(tmp_path, rank) for rank in (0, 1))
+    assert (tmp_path / "step-0").read_text() == str(killing.STEPS) == str(len(first["losses"]))
+    assert all(torch.equal(p, second["parameters"][name]) for name, p in first["parameters"].items())
+
+
+def test_two_ranks_of_the_command_compare_their_weights(target_folder, tmp_path):
+    words = ["-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / "two_pairs.yaml")]
+    words += ["--main_process_port", "0", "recipes/train_qwen36.py", *SMALL, "--output_dir", str(tmp_path / "out")]
+    words += ["--target", str(target_folder), "--completions", str(write_chats(tmp_path / "chats.jsonl"))]
+    output = finished(process(*words, "--compare_ranks_steps", "1", "--max_steps", "2", "--save_strategy", "no"))
+    found = json.loads((tmp_path / "out" / "ranks.json").read_text())
+    assert found == {"steps": [1, 2], "largest_difference": [0.0, 0.0], "world_size": 2}
+    assert "between the 2 ranks" in output
 
 
 def test_the_recipe_trains_and_continues_by_accelerate_launch(target_folder, tmp_path):

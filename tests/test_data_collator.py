@@ -20,6 +20,7 @@ from dflash_hf.data_collator import (
     check_token_ids,
     document_seed,
     draw_anchors,
+    num_valid_anchors,
     share_of_countable_slots,
     shorten_draws,
     valid_anchors,
@@ -431,3 +432,37 @@ def test_a_document_whose_spans_are_null_has_none(make):
     check_token_ids(documents, 272, 260)
     batch = DataCollatorForDFlash(4, max_anchors_per_row=8)([PackedDataset(documents, 8)[0]])
     assert batch["anchor_positions"].tolist() == [[0, 1]]
+
+
+def mixed_rows(count: int, seed: int = 0) -> list[dict]:
+    """Documents of 5 to 120 tokens with one or two supervised stretches."""
+    random = np.random.default_rng(seed)
+    documents = []
+    for _ in range(count):
+        n = int(random.integers(5, 120))
+        cut = int(random.integers(1, n))
+        spans = [[1, cut], [min(cut + 2, n), n]] if cut > 1 else [[1, n]]
+        documents.append({"input_ids": random.integers(0, 200, n).tolist(), "supervised_spans": spans})
+    return documents
+
+
+def test_valid_anchors_are_counted_for_all_documents_at_once():
+    documents = [*mixed_rows(40), {"input_ids": [1, 2], "supervised_spans": []}]
+    collator = DataCollatorForDFlash(block_size=4, num_anchors=1000, max_anchors_per_row=1000)
+    expected = [sum(b - a - 1 for a, b in _merged(document["supervised_spans"])) for document in documents]
+    assert num_valid_anchors(documents).tolist() == expected
+    rows = [{"epoch": 0, "documents": [{"document": i, **documents[i]}]} for i in range(40)]
+    found = (collator(rows)["anchor_positions"] >= 0).sum(1).tolist()
+    assert found == expected[:40]
+
+
+def _merged(spans: list[list[int]]) -> list[tuple[int, int]]:
+    supervised = {t for a, b in spans for t in range(a, b)}
+    runs, start = [], None
+    for t in range(max(supervised, default=-1) + 2):
+        if t in supervised and start is None:
+            start = t
+        if t not in supervised and start is not None:
+            runs.append((start, t))
+            start = None
+    return runs

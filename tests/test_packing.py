@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import refused
 
+from dflash_hf.data_collator import num_valid_anchors
 from dflash_hf.packing import PackedDataset, RowSampler, document_lengths, document_spans, pack_documents
 
 
@@ -184,3 +185,30 @@ def test_row_sampler_orders_rows_by_seed_and_epoch_alone():
     resumed = RowSampler(30, seed=4)
     resumed.set_epoch(2)
     assert tuple(row for _, row in resumed) == orders[2]
+
+
+def mixed_rows(count: int, seed: int = 0) -> list[dict]:
+    """Documents of 5 to 120 tokens with one or two supervised stretches."""
+    random = np.random.default_rng(seed)
+    documents = []
+    for _ in range(count):
+        n = int(random.integers(5, 120))
+        cut = int(random.integers(1, n))
+        spans = [[1, cut], [min(cut + 2, n), n]] if cut > 1 else [[1, n]]
+        documents.append({"input_ids": random.integers(0, 200, n).tolist(), "supervised_spans": spans})
+    return documents
+
+
+def test_the_largest_row_sum_bounds_every_row_of_every_epoch():
+    documents = mixed_rows(60)
+    # Documents of equal length change places, with other numbers of anchors.
+    documents += [{"input_ids": [1] * 50, "supervised_spans": [[0, n]]} for n in range(2, 50, 4)]
+    rows = PackedDataset(documents, row_length=200, seed=3)
+    values = num_valid_anchors(documents)
+    bound = rows.largest_row_sum(values)
+    sums = [
+        sum(values[d["document"]] for d in rows[epoch, row]["documents"])
+        for epoch in range(6)
+        for row in range(len(rows))
+    ]
+    assert max(sums) <= bound < 2 * max(sums)

@@ -11,10 +11,12 @@ from functools import partial
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import PartialState
-from naive import naive_drafter, naive_loss
+from naive import naive_drafter, naive_loss, pack_rows, packed_forward, random_drafter, random_inputs
 from runs import finish, make_documents, make_trainer, start
 from safetensors.torch import load_file
 from tiny import (
@@ -28,6 +30,7 @@ from tiny import (
     tiny_drafter,
     write_chats,
 )
+from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback, TrainingArguments
 
 import dflash_hf.trainer
@@ -42,9 +45,10 @@ from dflash_hf import (
     tokenize_files,
 )
 from dflash_hf.acceptance import measure_acceptance
-from dflash_hf.data_collator import document_seed
 from dflash_hf.losses import add_context_noise
+from dflash_hf.masking import block_position_ids, training_masks
 from dflash_hf.packing import RowSampler
+from dflash_hf.trainer import compile_layers
 
 
 BLOCK_SIZE = 4
@@ -1012,3 +1016,140 @@ def test_e5_a_drafter_that_overfits_two_answers_drafts_them(kind, tmp_path):
     ]
     # Accuracy on given text must not promise what decoding does not keep.
     assert abs(forced - after.acceptance_length) < 0.1 * BLOCK_SIZE
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def mixed_rows(count: int, seed: int = 0) -> list[dict]:
+    """Documents of 5 to 120 tokens with one or two supervised stretches."""
+    random = np.random.default_rng(seed)
+    documents = []
+    for _ in range(count):
+        n = int(random.integers(5, 120))
+        cut = int(random.integers(1, n))
+        spans = [[1, cut], [min(cut + 2, n), n]] if cut > 1 else [[1, n]]
+        documents.append({"input_ids": random.integers(0, 200, n).tolist(), "supervised_spans": spans})
+    return documents
+
+
+def test_p2_s1_fifty_batches_of_mixed_rows_compile_two_graphs():
+    rows = PackedDataset(mixed_rows(120), row_length=256)
+    collator = DataCollatorForDFlash(4, num_anchors=16, row_length=256, pad_anchors_to_multiple_of=64)
+    drafter = random_drafter([SLIDING, SLIDING, FULL], window=8)
+    drafter.set_attn_implementation("flex_attention")
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    compile_layers(drafter, backend="eager")
+    width = drafter.fc.in_features
+    for step in range(50):
+        batch = collator([rows[step // len(rows), step % len(rows)]])
+        anchors, documents = batch["anchor_positions"], batch["document_ids"]
+        masks = training_masks(drafter.config, anchors, documents)
+        positions = block_position_ids(batch["position_ids"], anchors, 4)
+        context, noise = torch.randn(1, 256, width), torch.randn(1, anchors.shape[1] * 4, drafter.config.hidden_size)
+        with torch.no_grad():
+            compiled = drafter(noise, context, masks, positions).last_hidden_state
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, "one graph per kind of layer"
+    for layer in drafter.layers:
+        layer._compiled_call_impl = None
+    # Uncompiled layers would call Inductor's flex attention, whose cached kernels fit the CPU that wrote them.
+    drafter.set_attn_implementation("sdpa")
+    masks = training_masks(drafter.config, anchors, documents)
+    with torch.no_grad():
+        expected = drafter(noise, context, masks, positions).last_hidden_state
+    torch.testing.assert_close(compiled, expected, rtol=1e-5, atol=1e-5)
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone, in which DDP acts as among several."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_data_parallel_training_compiles_the_graphs_of_one_rank(one_rank):
+    """DDP's parameters are in buckets, here smaller than a matrix, which is not to cut the layers' graphs."""
+    drafter = random_drafter([SLIDING, SLIDING, FULL], window=8)
+    rows = pack_rows([[(40, [3, 20])]])
+    noise, context = random_inputs(drafter, rows)
+    torch.compiler.reset()
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compile_layers(drafter, backend=count)
+    wrapped = DistributedDataParallel(drafter, bucket_cap_mb=0.001)
+    masks = training_masks(drafter.config, rows.anchor_positions, rows.document_ids)
+    positions = block_position_ids(rows.position_ids, rows.anchor_positions, drafter.config.block_size)
+    wrapped(noise, context, masks, positions).last_hidden_state.sum().backward()
+    assert len(graphs) == 2, "one graph per kind of layer"
+    torch.compiler.reset()
+
+
+def test_activation_checkpointing_changes_nothing_and_keeps_less():
+    rows = pack_rows([[(30, [2, 7, 9, 25]), (16, [0, 5, 6])]], padding=3, unused=1)
+    drafter = random_drafter([SLIDING, FULL], window=9).train()
+    noise, context = random_inputs(drafter, rows)
+    results, kept = [], []
+    for checkpointing in (False, True):
+        if checkpointing:
+            drafter.activation_checkpointing_enable()
+        drafter.zero_grad()
+        saved: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: saved.append(t.numel()) or t, lambda t: t
+        ):
+            output = packed_forward(drafter, rows, noise, context)
+        kept.append(sum(saved))
+        output.pow(3).sum().backward()
+        results.append([output.detach(), *(p.grad.clone() for p in drafter.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert kept[1] < 0.5 * kept[0]
+
+
+EIGHT_BIT = {"optim": "adamw_torch_8bit", "max_steps": 4, "save_steps": 2}
+
+
+@pytest.fixture
+def uncompiled():
+    """torchao compiles its optimizers' step for every shape, which takes a CPU minutes and changes no result."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def test_c5_a_resumed_run_with_8_bit_adamw_is_the_same_run(tmp_path, uncompiled):
+    """transformers' own argument, over fp32 masters; a changed learning rate acts as with other optimizers."""
+    straight = make_trainer(tmp_path / "straight", **EIGHT_BIT)
+    straight.train()
+    optimizer = straight.optimizer.optimizer
+    assert type(optimizer).__name__ == "AdamW8bit"
+    states = [state["exp_avg"] for state in optimizer.state.values()]
+    assert {type(state).__name__ for state in states if state.numel() >= 4096} == {"OptimState8bit"}
+    assert all(p.dtype == torch.float32 for p in straight.model.parameters())
+    checkpoint = str(tmp_path / "straight" / "checkpoint-2")
+    resumed = make_trainer(tmp_path / "resumed", **EIGHT_BIT)
+    resumed.train(resume_from_checkpoint=checkpoint)
+    for (name, parameter), other in zip(straight.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(parameter, other), name
+    faster = make_trainer(tmp_path / "faster", learning_rate=2e-3, **EIGHT_BIT)
+    faster.train(resume_from_checkpoint=checkpoint)
+    rates = [[e["learning_rate"] for e in t.state.log_history if "learning_rate" in e][-2:] for t in (faster, resumed)]
+    assert rates[0] == pytest.approx([2 * rate for rate in rates[1]])
+
+
+def test_a_step_that_is_not_finite_leaves_8_bit_adamw_alone(tmp_path, uncompiled):
+    trainer = make_trainer(tmp_path, **EIGHT_BIT)
+    weight, seen = trainer.model.norm.weight, []
+    # The norm's gradient comes before that of the projection, so this is the second step.
+    trainer.model.fc.weight.register_hook(lambda grad: grad * (float("nan") if len(seen) == 2 else 1.0))
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.detach().clone()))
+    trainer.train()
+    assert torch.equal(seen[1], seen[2]) and not torch.equal(seen[2], seen[3])
+    states = [t for state in trainer.optimizer.optimizer.state.values() for t in state.values()]
+    tensors = [t.dequantize() if hasattr(t, "dequantize") else t for t in states if isinstance(t, torch.Tensor)]
+    assert tensors and all(tensor.isfinite().all() for tensor in tensors)
