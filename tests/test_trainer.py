@@ -45,6 +45,7 @@ from dflash_hf import (
     tokenize_files,
 )
 from dflash_hf.acceptance import measure_acceptance
+from dflash_hf.data_collator import document_seed
 from dflash_hf.losses import add_context_noise
 from dflash_hf.masking import block_position_ids, training_masks
 from dflash_hf.packing import RowSampler

@@ -70,7 +70,7 @@ def test_values_that_no_run_can_use_are_refused(name, value, tmp_path):
     [
         {"deepspeed": {"zero_optimization": {"stage": 2}}},
         {"fsdp": "full_shard"},
-        {"parallelism_config": object()},
+        {"parallelism_config": "tensor"},
         {"use_liger_kernel": True},
         {"remove_unused_columns": True},
         {"bf16_full_eval": True},
