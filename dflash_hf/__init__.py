@@ -13,14 +13,15 @@ Files, in the order in which data flows:
   format);
 - from chats to batches: `chats` (files to rows to chats), `rendering` (chats to token ids), `packing` (documents to
   rows), `data_collator` (rows to tensors), `tokenizing` (rows to documents, in memory or by a job over files),
-  `documents` (the folder that it writes and training opens);
+  `documents` (the folder that it writes and training opens), `command_tokenize` (`dflash-hf tokenize`);
 - the target: `topology` (which devices), `packed_targets`, `frozen_target`, `prefetch` (ahead of the drafter);
 - training: `training_args`, `losses`, `optimizers`, `adapters` (LoRA), `adapting` (going on from a published drafter),
   `operations` (how much work a step is), `callbacks`, `writing` (one process a folder), `checkpointing`,
   `remote_checkpoints`, `resuming`, `trainer`, `planning` (a run before its first step);
-- decoding: `generation`, `prompts`, `serving` (vLLM and SGLang servers), `acceptance`;
+- decoding: `generation`, `prompts`, `serving` (vLLM and SGLang servers), `acceptance`, `command_generate` (the target
+  answers prompts), `command_evaluate` (what drafters save);
 - to the Hub: `model_card` (facts and results of a run), `publishing`;
-- `cli`: the options of `recipes/`, from the command line and YAML.
+- `cli`: options from the command line and YAML; `commands` (`dflash-hf`), `command_train` (its `train` and `plan`).
 """
 
 import os

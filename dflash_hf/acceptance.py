@@ -1,26 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """The acceptance length of a drafter: by a teacher-forced walk over known answers, and by decoding.
 
-The walk drafts at all tokens of an answer at once and follows the blocks that decoding would verify. Decoding runs
-the prompts one by one, beside the target alone.
+The walk drafts at all tokens of an answer at once and follows the blocks that decoding would verify.
 
 Shapes: B packed rows of T tokens, A anchors of a row, b slots of a block with its anchor, K taps of the target, D
 hidden size, V vocabulary.
 """
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from .configuration_dflash import DFlashDraftConfig
@@ -30,6 +32,7 @@ from .generation import check_drafter, evaluation_mode, prompt_row, speculative_
 from .losses import CHUNK_LOGITS, draft_blocks
 from .modeling_dflash import DFlashDraftModel
 from .packing import Documents, PackedDataset, document_lengths
+from .prompts import EvaluationPrompt, prompt_token_ids
 from .serving import ServerReport, or_none
 
 
@@ -45,6 +48,9 @@ __all__ = [
 ]
 
 logger = logging.get_logger(__name__)
+
+# A text, a chat, a row that holds one, or token ids `[n]` or `[1, n]`.
+Prompt: TypeAlias = str | EvaluationPrompt | dict[str, Any] | Sequence[dict[str, Any]] | Sequence[int] | torch.Tensor
 
 DEFINITION = (
     "Acceptance length: tokens committed per verification forward of the target (accepted drafts and the target's own "
@@ -66,7 +72,7 @@ class WalkedAnswer:
     """The blocks that decoding one answer, of the document of that index, would verify.
 
     Each commits its right drafts before the first wrong one (accepted) and the target's own next token, cut at the end
-    of the answer. What is committed adds up to the answer's tokens but the first, which is the prefill's.
+    of the answer. `committed` adds up to the answer's tokens but the first, which is the prefill's.
     """
 
     document: int
@@ -90,10 +96,9 @@ def walk_batch(
         config: Its configuration.
         head: The target's embedding and head on the drafter's device.
         batch: A batch of [`DataCollatorForDFlash`]; rows whose labels count nothing are left out.
-        context_hidden_states (`torch.Tensor` of shape `[B, T, K * D]`): The target's hidden states, in the type that
-            the drafter computes in.
-        chunk_anchors: Blocks per row and forward; by default as many as the batch has anchors for the loss, whose
-            shapes the drafter may be compiled for; on a CPU a quarter of the row's tokens, if that is more.
+        context_hidden_states (`torch.Tensor` of shape `[B, T, K * D]`): In the type that the drafter computes in.
+        chunk_anchors: Blocks per row and forward. The default is as many as the batch has anchors for the loss, since
+            the drafter may be compiled for that shape; on a CPU at least a quarter of the row's tokens.
     """
     input_ids, (rows, length) = batch["input_ids"], batch["input_ids"].shape
     counted = (batch["labels"] != IGNORE_INDEX).flatten(1).any(dim=1).tolist()
@@ -146,10 +151,9 @@ def right_drafts(
     head: Callable[[torch.Tensor], torch.Tensor],
     vocab_size: int,
 ) -> torch.Tensor:
-    """Drafts of each block before the first wrong one, `[B, A]`.
+    """Drafts of each block before the first wrong one, `[B, A]`, from the drafter's output `[B, A * b, D]`.
 
-    Takes the drafter's output `[B, A * b, D]` and the text's token at each slot `[B, A, b]`, or -100 for none.
-    `head` is the target's, from `[..., D]` to logits of `vocab_size`, of which follows how many blocks go at once.
+    `labels` `[B, A, b]` are the text's tokens at each slot, -100 for none; `head` makes logits of `vocab_size`.
     """
     rows, num_anchors, block_size = labels.shape
     slots = hidden_states.reshape(rows * num_anchors, block_size, -1)[:, 1:]
@@ -176,10 +180,9 @@ def _chunks(anchors: torch.Tensor, chunk_anchors: int | None, batch: Mapping[str
 def walk_documents(
     target: PreTrainedModel, drafter: DFlashDraftModel, documents: Documents, progress: bool = False
 ) -> list[WalkedAnswer]:
-    """Walk the answers of documents, each alone; one [`WalkedAnswer`] per supervised stretch of two tokens or more.
+    """Walk the answers of documents; one [`WalkedAnswer`] per supervised stretch of two tokens or more.
 
-    The target wrote the answers, and is frozen with all its layers; the drafter was made for it and has an attention
-    backend that knows its training mask. Documents have `input_ids` and `supervised_spans`.
+    The target wrote the answers. Documents have `input_ids` and `supervised_spans`.
     """
     check_drafter(target, drafter)
     config: Any = drafter.config
@@ -201,7 +204,7 @@ def walk_documents(
 class WalkSums:
     """Sums over walked blocks, one row per source of documents, to be added up over batches and ranks.
 
-    `values` has a column each for blocks, committed tokens, blocks whose drafts were all accepted, and for every slot
+    The columns of `values` count blocks, committed tokens, blocks whose drafts were all accepted, and for every slot
     from 1 on the blocks that accepted its draft.
     """
 
@@ -240,46 +243,34 @@ class WalkSums:
 
 @dataclass(frozen=True)
 class PromptAcceptance:
-    """One prompt's decoding.
-
-    Args:
-        prompt_ids: Token ids of the prompt.
-        output_ids: Generated token ids, the prefill's first.
-        committed: Tokens committed by each verification forward.
-        accepted: Drafts among them.
-        lossless: Whether the output is the target's own greedy output; None where that was not checked.
-        first_difference: Index in `output_ids` of the first token that differs.
-        top2_gap: Difference of the target's two largest logits at that token. A large gap is a fault.
-        tie: Whether that gap is within rounding, so that another order of summation decides otherwise.
-        seconds: Time of the speculative decoding, the prefill's included.
-        plain_seconds: Time that the target alone took for its own answer.
-        plain_tokens: Tokens of that answer.
-        source, language: Of the prompt, for the tables.
-    """
+    """One prompt's decoding: token ids, and for each verification the tokens committed and the drafts among them."""
 
     prompt_ids: list[int]
     output_ids: list[int]
     committed: list[int]
     accepted: list[int]
+    # Whether the output is the target's own greedy one; None where that was not checked.
     lossless: bool | None = None
+    # The first token that differs, the gap of the target's two largest logits there (a large one is a fault), and
+    # whether that is within rounding, so that another order of summation decides otherwise.
     first_difference: int | None = None
     top2_gap: float | None = None
     tie: bool | None = None
+    # The time of the speculative decoding with its prefill; time and tokens of the target's own answer.
     seconds: float | None = None
     plain_seconds: float | None = None
     plain_tokens: int | None = None
+    # Of the prompt, for the tables.
     source: str | None = None
     language: str | None = None
 
 
 @dataclass(frozen=True)
 class AcceptanceReport:
-    """Decodings of a set of prompts; `DEFINITION` says what the acceptance length is.
+    """Decodings of prompts, in the order given; `DEFINITION` says what the acceptance length is.
 
-    Args:
-        prompts: One [`PromptAcceptance`] per prompt, in the order given.
-        block_size: Slots per block of the drafter, the largest possible acceptance length.
-        max_new_tokens: Budget per prompt.
+    Slots per block of the drafter (`block_size`) are the largest possible acceptance length; `max_new_tokens` is the
+    budget per prompt.
     """
 
     prompts: list[PromptAcceptance]
@@ -385,20 +376,16 @@ class AcceptanceReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report in JSON types, prompt by prompt too."""
-        return {
-            **self.summary(),
-            "block_size": self.block_size,
-            "max_new_tokens": self.max_new_tokens,
-            "prompts": [{**asdict(prompt), "forwards": len(prompt.committed)} for prompt in self.prompts],
-        }
+        prompts = [{**asdict(prompt), "forwards": len(prompt.committed)} for prompt in self.prompts]
+        own = {"block_size": self.block_size, "max_new_tokens": self.max_new_tokens}
+        return {**self.summary(), **own, "prompts": prompts}
 
     def bootstrap_interval(
         self, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
     ) -> tuple[float, float]:
         """Percentile bootstrap interval (low, high) of the pooled acceptance length, drawing whole prompts.
 
-        `confidence` is the share of the resamples inside it. One prompt gives an interval without width, which says
-        nothing about others.
+        One prompt gives an interval without width, which says nothing about others.
         """
         return _bootstrap(self._counted(), np.divide, confidence, resamples, seed)
 
@@ -416,15 +403,11 @@ class AcceptanceReport:
 
 
 def bootstrap_difference(
-    before: AcceptanceReport,
-    after: AcceptanceReport,
-    confidence: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
+    before: AcceptanceReport, after: AcceptanceReport, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
 ) -> tuple[float, float]:
-    """Percentile bootstrap interval of `after - before`; each resample draws the same prompts for both.
+    """Percentile bootstrap interval of `after - before`, over the same prompts and budget.
 
-    Both must be over the same prompts and budget.
+    Each resample draws the same prompts for both.
     """
     if [p.prompt_ids for p in before.prompts] != [p.prompt_ids for p in after.prompts]:
         raise ValueError(
@@ -433,8 +416,8 @@ def bootstrap_difference(
         )
     if before.max_new_tokens != after.max_new_tokens:
         raise ValueError(
-            f"The reports have budgets of {before.max_new_tokens} and {after.max_new_tokens} new tokens. Measure both "
-            "drafters with the same max_new_tokens."
+            f"The reports have max_new_tokens of {before.max_new_tokens} and {after.max_new_tokens}. Measure both "
+            "drafters with the same."
         )
 
     def difference_of_ratios(tokens, forwards, later_tokens, later_forwards):
@@ -510,20 +493,51 @@ class PlainAnswer:
     seconds: float
 
 
-def plain_answers(
+def trained_mode(drafter: str) -> bool | None:
+    """Whether the answers that a drafter (a folder or Hub id) learned from think, by its `training.json`.
+
+    None where that does not say, since they are of both kinds, or where there is no such file.
+    """
+    name = "training.json"
+    try:
+        path = Path(drafter, name) if Path(drafter).is_dir() else Path(hf_hub_download(drafter, name))
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, EntryNotFoundError):
+        return None
+    # Documents that were tokenised before have their own mode, which a recipe cannot change.
+    manifest = (facts.get("data") or {}).get("manifest") or {}
+    mode = manifest.get("thinking", (facts.get("recipe") or {}).get("enable_thinking"))
+    return mode if isinstance(mode, bool) else None
+
+
+def prompt_rows(
     target: PreTrainedModel,
-    prompts: Sequence[Sequence[int] | torch.Tensor],
-    settings: DecodingSettings,
-    progress: bool = True,
+    prompts: Sequence[Prompt],
+    processing_class: PreTrainedTokenizerBase | None = None,
+    drafter: str | None = None,
+) -> list[torch.Tensor]:
+    """Each prompt as int64 `[1, n]`; a `ValueError` for none, and for one that the target cannot read."""
+    rows: list[Any] = list(prompts)
+    if isinstance(prompts, str):
+        raise ValueError(f"prompts is one text, {prompts[:40]!r}; give a list of texts.")
+    is_text = [isinstance(p, str | EvaluationPrompt | dict) or (len(p) > 0 and isinstance(p[0], dict)) for p in rows]
+    if any(is_text):
+        mode = trained_mode(drafter) if drafter else None
+        processing_class = processing_class or AutoTokenizer.from_pretrained(target.name_or_path)
+        for index in np.flatnonzero(is_text):
+            (rows[index],) = prompt_token_ids([rows[index]], processing_class, mode)
+    if not rows:
+        raise ValueError("There is no prompt to decode; give at least one text, chat or list of token ids.")
+    rows = [torch.as_tensor(ids) for ids in rows]
+    return [prompt_row(target, ids[None] if ids.dim() == 1 else ids, f"Prompt {i}") for i, ids in enumerate(rows)]
+
+
+def plain_answers(
+    target: PreTrainedModel, prompts: Sequence[Prompt], settings: DecodingSettings, progress: bool = True
 ) -> list[PlainAnswer]:
     """Let the target answer prompts one by one, with nothing of its generation config but pad and stop tokens."""
-    answers = []
-    with tqdm(prompt_rows(target, prompts), desc="decoding plainly", unit="prompt", disable=not progress) as bar:
-        for input_ids in bar:
-            answers.append(plain_answer(target, input_ids, settings))
-            speed = sum(len(a.output_ids) for a in answers) / sum(a.seconds for a in answers)
-            bar.set_postfix_str(f"{speed:.1f} tokens/s")
-    return answers
+    bar = tqdm(prompt_rows(target, prompts), desc="decoding plainly", unit="prompt", disable=not progress)
+    return [plain_answer(target, input_ids, settings) for input_ids in bar]
 
 
 def plain_answer(target: PreTrainedModel, input_ids: torch.Tensor, settings: DecodingSettings) -> PlainAnswer:
@@ -553,18 +567,10 @@ def plain_answer(target: PreTrainedModel, input_ids: torch.Tensor, settings: Dec
     return PlainAnswer(output_ids, time.perf_counter() - start)
 
 
-def prompt_rows(target: PreTrainedModel, prompts: Sequence[Sequence[int] | torch.Tensor]) -> list[torch.Tensor]:
-    """Each prompt as int64 `[1, n]`; a `ValueError` for none, and for one that the target cannot read."""
-    rows = [prompt_row(target, prompt, f"Prompt {i}", may_be_flat=True) for i, prompt in enumerate(prompts)]
-    if not rows:
-        raise ValueError("There is no prompt to decode; give at least one list of token ids.")
-    return rows
-
-
 def measure_acceptance(
     target: PreTrainedModel,
     drafter: DFlashDraftModel,
-    prompts: Sequence[Sequence[int] | torch.Tensor],
+    prompts: Sequence[Prompt],
     max_new_tokens: int | None = None,
     eos_token_id: int | list[int] | None = None,
     check_lossless: bool = True,
@@ -572,21 +578,23 @@ def measure_acceptance(
     *,
     settings: DecodingSettings | None = None,
     plain: Sequence[PlainAnswer] | None = None,
+    processing_class: PreTrainedTokenizerBase | None = None,
 ) -> AcceptanceReport:
     """Decode prompts one by one and report the acceptance length.
 
     Args:
         target: A whole causal language model, dense or hybrid.
         drafter: A drafter made for it.
-        prompts: Token ids of each prompt: lists, or tensors of shape `[n]` or `[1, n]`.
-        max_new_tokens: Budget of generated tokens per prompt, for greedy decoding without `settings`.
+        prompts: Each a text or a chat (`[{"role": "user", "content": "..."}]`), which the chat template writes out in
+            the drafter's own mode (thinking or not), or token ids: a list, or a tensor of shape `[n]` or `[1, n]`.
+        max_new_tokens: Budget of generated tokens per prompt, 512 by default, for greedy decoding without `settings`.
         eos_token_id: As in [`DecodingSettings`], for greedy decoding without `settings`.
-        check_lossless: Also let the target answer alone and compare, which takes that much longer.
+        check_lossless: Also let the target answer alone and compare, which takes that much longer. Sampled answers
+            differ from run to run, so only greedy ones are compared.
         progress: Show a bar with the speed of the speculative decoding.
         settings: How to decode, where that is not greedy.
         plain: The target's own answers with the same settings, where they are at hand.
-
-    Sampled answers differ from run to run, so only greedy ones are compared.
+        processing_class: The tokenizer of texts and chats; by default that of the target's folder or Hub id.
 
     Raises:
         ValueError: For prompts, settings or plain answers that do not fit, or the drafter of another target.
@@ -594,15 +602,14 @@ def measure_acceptance(
     """
     check_drafter(target, drafter)
     if settings is None:
-        settings = DecodingSettings(max_new_tokens or 0, eos_token_id)
+        settings = DecodingSettings(512 if max_new_tokens is None else max_new_tokens, eos_token_id)
     elif max_new_tokens is not None or eos_token_id is not None:
-        raise ValueError(
-            "max_new_tokens or eos_token_id was given beside settings, which have their own. Give either."
-        )
+        raise ValueError("max_new_tokens or eos_token_id was given beside settings, which have their own.")
     if plain is not None and len(plain) != len(prompts):
         raise ValueError(f"There are {len(plain)} plain answers for {len(prompts)} prompts; expected one for each.")
     report = AcceptanceReport([], drafter.config.block_size or 0, settings.max_new_tokens)
-    with tqdm(prompt_rows(target, prompts), desc="decoding", unit="prompt", disable=not progress) as bar:
+    rows = prompt_rows(target, prompts, processing_class, drafter.name_or_path)
+    with tqdm(rows, desc="decoding", unit="prompt", disable=not progress) as bar:
         for index, input_ids in enumerate(bar):
             result = _decode_prompt(target, drafter, input_ids, settings)
             if plain is not None or check_lossless:
@@ -653,18 +660,17 @@ def _compared(
 def walked_acceptance_length(
     target: PreTrainedModel, drafter: DFlashDraftModel, report: AcceptanceReport, progress: bool = True
 ) -> float:
-    """The acceptance length of the report's own answers by the teacher-forced walk, and a warning if it is another.
+    """The acceptance length of the report's own answers by the walk (nan without a verification); warns if it differs.
 
-    The two are the same at any temperature as long as drafts are the drafter's likeliest tokens: a draft that is
-    rejected is never drawn in its place, so that a sampled answer holds the draft exactly where it was accepted. nan
-    comes back where no answer has a verification.
+    The two are the same at any temperature as long as drafts are the drafter's likeliest tokens: a rejected draft is
+    never drawn in its place, so that a sampled answer holds the draft exactly where it was accepted.
     """
     documents = [
         {
-            "input_ids": prompt.prompt_ids + prompt.output_ids,
-            "supervised_spans": [[len(prompt.prompt_ids), len(prompt.prompt_ids) + len(prompt.output_ids)]],
+            "input_ids": p.prompt_ids + p.output_ids,
+            "supervised_spans": [[n := len(p.prompt_ids), n + len(p.output_ids)]],
         }
-        for prompt in report.prompts
+        for p in report.prompts
     ]
     answers = walk_documents(target, drafter, documents, progress)
     walked, decoded = _mean([n for answer in answers for n in answer.committed]), report.acceptance_length
@@ -771,6 +777,16 @@ def plot_label(name: str) -> str:
     return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
 
 
+def short_names(names: Iterable[str]) -> list[str]:
+    """Folders, Hub ids and addresses by their last part, and with those before it where others end alike."""
+    parts = [name.rstrip("/").rpartition("://")[2].split("/") for name in names]
+    for count in range(1, max(map(len, parts), default=1)):
+        short = [" ".join(part[-count:]) for part in parts]
+        if len(set(short)) == len(short):
+            return short
+    return [" ".join(part) for part in parts]
+
+
 def plot_slots(slots: Mapping[str, Sequence[float]], axes) -> None:
     """Share of all blocks that accept the draft of each slot."""
     for name, shares in slots.items():
@@ -779,10 +795,13 @@ def plot_slots(slots: Mapping[str, Sequence[float]], axes) -> None:
     axes.legend()
 
 
-def plot_reports(reports: Mapping[str, AcceptanceReport], path: Path) -> None:
+def plot_reports(reports: Mapping[str, AcceptanceReport], path: Path, target: str) -> None:
     """Acceptance per slot, committed tokens per block, and the acceptance length over the answer."""
     figure, (slots, histogram, positions) = new_figure(3)
-    plot_slots({name: report.slot_acceptance for name, report in reports.items()}, slots)
+    names = short_names(reports)
+    count = max(len(report.prompts) for report in reports.values())
+    figure.suptitle(plot_label(f"{short_names([target])[0]} with {', '.join(names)}: {count} prompts"))
+    plot_slots({name: report.slot_acceptance for name, report in zip(names, reports.values(), strict=True)}, slots)
     width = 0.8 / len(reports)
     for index, report in enumerate(reports.values()):
         counts = report.committed_histogram
@@ -797,10 +816,15 @@ def plot_reports(reports: Mapping[str, AcceptanceReport], path: Path) -> None:
 
 
 def plot_servers(reports: Mapping[str, ServerReport], path: Path) -> None:
-    """Acceptance per slot, for the servers that tell it."""
-    slots = {name: shares for name, r in reports.items() if (shares := r.summary()["slot_acceptance"])}
+    """Acceptance per slot, for the servers that tell it; none of them tells its drafter's name."""
+    # Ports and engines tell servers of one model apart.
+    names = [f"{report.engine}, {short_names([url])[0].rpartition(':')[2]}" for url, report in reports.items()]
+    slots = {name: shares for name, r in zip(names, reports.values(), strict=True) if (shares := r.slot_acceptance)}
     if slots:
         figure, (axes,) = new_figure(1)
+        models = ", ".join(dict.fromkeys(short_names([report.model])[0] for report in reports.values()))
+        count = max(len(report.answers) for report in reports.values())
+        figure.suptitle(plot_label(f"{models} with its server's drafter: {count} prompts"))
         plot_slots(slots, axes)
         figure.savefig(path, dpi=120)
 

@@ -20,7 +20,9 @@ import torch
 from accelerate import PartialState
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.launcher.api import LaunchConfig
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, schedule
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
@@ -474,10 +476,10 @@ class ProfileCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         wait = self.start - state.global_step
-        if state.is_world_process_zero and wait > 0:
+        if state.is_world_process_zero and wait >= 0:
             self._profile = profile(
                 activities=[ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU],
-                schedule=schedule(wait=wait - 1, warmup=1, active=self.num_steps, repeat=1),
+                schedule=schedule(wait=max(0, wait - 1), warmup=min(1, wait), active=self.num_steps, repeat=1),
                 on_trace_ready=partial(self._write, state, args.device.index or 0),
             )
             self._profile.start()
@@ -530,3 +532,18 @@ def copy_overlap(events: list[dict[str, Any]], device: int = 0) -> dict[str, dic
         entry["seconds"] += (end - start) / 1e6
         entry["covered_seconds"] += sum(max(0, min(end, b) - max(start, a)) for a, b in busy) / 1e6
     return copies
+
+
+class CompressGradients(TrainerCallback):
+    """Sends gradients between ranks in bf16; `wrapped_model` gives the drafter as it is wrapped for training."""
+
+    def __init__(self, wrapped_model: Callable[[], Any]):
+        self._wrapped_model = wrapped_model
+        self._compressed: Any = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        model = self._wrapped_model()
+        if isinstance(model, DistributedDataParallel) and model is not self._compressed:
+            # A lambda, since DDP ties the name of torch's own hook to builds with CUDA.
+            model.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
+            self._compressed = model

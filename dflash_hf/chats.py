@@ -14,12 +14,12 @@ import gzip
 import inspect
 import io
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import fsspec
@@ -29,11 +29,12 @@ from fsspec.implementations.local import LocalFileSystem
 from transformers import PreTrainedTokenizerBase
 
 
+logger = logging.getLogger(__name__)
+
 # --- Addresses of other machines, and what their file systems say, without the credentials that either may hold.
 
 
-# Here a name before an `@` is a key. Azure and SSH have a container or a user there, `hf://datasets/ORG/NAME@` a
-# revision.
+# Here a name before an `@` is a key; Azure has a container there, SSH a user, `hf://datasets/ORG/NAME@` a revision.
 KEY_PROTOCOLS = {"http", "https", "s3", "s3a", "gs", "gcs"}
 LOCAL_PROTOCOLS = {"file", "local", "memory"}
 # Where an address may hold credentials: `://name:password@` (a password may hold slashes) and `?signature=...`.
@@ -55,10 +56,7 @@ def check_address(address: str) -> None:
     refuse_credentials(address)
     protocol, _, rest = address.partition("://")
     if not is_remote(address) or address != address.strip() or not rest.strip("/"):
-        raise ValueError(
-            f"{address!r} is no address of checkpoints; expected one such as s3://bucket/run or file:///folder, "
-            "without spaces around it."
-        )
+        raise ValueError(f"{address!r} is not an address of checkpoints; give one such as s3://bucket/run.")
     fsspec.get_filesystem_class(protocol)
 
 
@@ -77,8 +75,8 @@ def refuse_credentials(address: str) -> None:
         has_query = "=" in query or ("?" in rest and protocol in ("http", "https"))
         if found and protocol not in LOCAL_PROTOCOLS and (has_password or has_key or has_query):
             raise ValueError(
-                f"The {protocol}:// address holds credentials or a query, which would be written into manifests and "
-                "messages. Put credentials into the environment or the configuration of the store's package."
+                f"The {protocol}:// address holds credentials or a query, which would be written into manifests. Put "
+                "credentials into the environment or the configuration of the store's package."
             )
 
 
@@ -130,14 +128,14 @@ def explained(address: str | os.PathLike, doing: str) -> Iterator[None]:
     except Exception as error:
         raise OSError(
             f"{doing} {address} failed ({describe(error)}). Check the address and the credentials in the environment "
-            "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS), or pass storage_options."
+            "(AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, ...), or pass storage_options."
         ) from error
 
 
 # --- Files of rows: a folder, a pattern, `s3://`, `gs://`, `hf://datasets/...`, `memory://`.
 
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst", ".parquet")
 # Folders hold `.json` files of other kinds too, such as settings, so that these are read where they are named.
 JSON_SUFFIXES = (".json", ".json.gz", ".json.zst")
 NAMED_SUFFIXES = (*SUFFIXES, *JSON_SUFFIXES)
@@ -146,10 +144,6 @@ MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "Parquet"}
 KINDS = {"gz": "gzip", "zst": "zstd", "parquet": "Parquet"}
 # A file of up to so many bytes is fetched by one request.
 WHOLE_BYTES = 16 * 2**20
-# Bytes of a line; a longer one, such as a whole file without line ends, is not held in memory.
-LARGEST_LINE = 2**28
-# Bytes of a list of rows, which is held in memory.
-LARGEST_LIST = 2**31
 
 
 def _shown(value: Any) -> str:
@@ -176,7 +170,7 @@ class SourceFile:
     path: str  # within the file system
     place: str  # for messages
     size: int  # in bytes
-    version: str  # the store's etag, or the time of the last change
+    version: str  # the store's etag or hash, or the times of the last change
 
 
 def list_files(
@@ -186,7 +180,7 @@ def list_files(
 
     Args:
         address: A file, a folder, or a pattern with `*`. A `.json` file is found by its name, or by a pattern that
-            ends so, and not in a folder. Pipes and devices are passed over: they cannot be read twice.
+            ends so, and not in a folder. Hidden files and folders are left out, and other files are told of.
         storage_options: Arguments of the file system.
         recursive: Whether to look into folders of the folder.
 
@@ -203,23 +197,21 @@ def list_files(
         found = fs.glob(path, detail=True) if is_pattern else fs.find(path, detail=True, maxdepth=depth)
         # A local listing does not say what a link leads to.
         found = {name: fs.info(name) if info.get("islink") else info for name, info in found.items()}
+        # A pipe, which is of the type "other", cannot be read twice.
         found = {name: info for name, info in found.items() if info.get("type") not in ("directory", "other")}
         if not found and not fs.exists(path):
             raise FileNotFoundError(f"give a {' or '.join(NAMED_SUFFIXES)} file, or a folder of them")
-    if list(found) == [path] and not path.endswith(NAMED_SUFFIXES):
-        raise ValueError(f"{address} ends in neither of {NAMED_SUFFIXES}, so its format is unknown.")
-    suffixes = NAMED_SUFFIXES if is_pattern and path.endswith(NAMED_SUFFIXES) else SUFFIXES
-    names = [
-        name
-        for name in sorted(found)
-        if name == path or (name.endswith(suffixes) and not name.rpartition("/")[2].startswith("."))
-    ]
-    if not names:
-        raise FileNotFoundError(
-            f"{address} holds no file that ends in one of {SUFFIXES}. A .json file is read where it is named, or all "
-            "of a folder by FOLDER/*.json. Pipes and devices are passed over: write their rows into a file."
-        )
-    return [_source_file(fs, address, path, name, found[name]) for name in names]
+    if list(found) == [path] and not path.lower().endswith(NAMED_SUFFIXES):
+        raise ValueError(f"{address} ends in none of {NAMED_SUFFIXES}, so its format is unknown.")
+    suffixes = NAMED_SUFFIXES if is_pattern and path.lower().endswith(NAMED_SUFFIXES) else SUFFIXES
+    files = [_source_file(fs, address, path, name, found[name]) for name in sorted(found)]
+    files = [file for file in files if file.path == path or "/." not in f"/{file.name}"]
+    read = [file for file in files if file.path == path or file.name.lower().endswith(suffixes)]
+    if not read:
+        raise FileNotFoundError(f"{address} holds no file that ends in one of {SUFFIXES}; .json by FOLDER/*.json.")
+    if left := sorted({file.name for file in files} - {file.name for file in read}):
+        logger.warning("%s: %d files of other kinds are not read, such as %s.", address, len(left), left[0])
+    return read
 
 
 def _source_file(fs: fsspec.AbstractFileSystem, address: str, listed: str, path: str, info: dict) -> SourceFile:
@@ -230,8 +222,12 @@ def _source_file(fs: fsspec.AbstractFileSystem, address: str, listed: str, path:
     else:
         name = path[len(listed) :].lstrip("/")
         place = f"{address.rstrip('/')}/{name}"
-    versions = (info.get(key) for key in ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created"))
-    version = next((str(value).strip('"') for value in versions if value), "")
+    if isinstance(fs, LocalFileSystem):
+        # The time that no program sets changes with a file that is written again, at an equal size and date, too.
+        version = f"{info['mtime']} {os.stat(path).st_ctime}"
+    else:
+        keys = ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "created")
+        version = next((str(info[key]).strip('"') for key in keys if info.get(key)), "")
     return SourceFile(name, path, place, int(info.get("size") or 0), version)
 
 
@@ -243,13 +239,14 @@ def read_rows(fs: fsspec.AbstractFileSystem, file: SourceFile) -> Iterator[tuple
     Raises:
         SourceError: The file cannot be read, or not to its end; names file and line.
     """
-    number, named = 0, KINDS.get(file.path.rpartition(".")[2])
+    number, named = 0, KINDS.get(file.path.lower().rpartition(".")[2])
+    is_fetched = file.size <= WHOLE_BYTES and not isinstance(fs, LocalFileSystem)
     try:
-        with _opened(fs, file) as raw:
+        with io.BytesIO(fs.cat_file(file.path)) if is_fetched else fs.open(file.path, "rb") as raw:
             start = raw.read(4)
             raw.seek(0)
             kind = next((kind for magic, kind in MAGIC.items() if start.startswith(magic)), named)
-            for number, row in enumerate(_rows(raw, kind, file.path.endswith(JSON_SUFFIXES)), start=1):
+            for number, row in enumerate(_rows(raw, kind, file.path.lower().endswith(JSON_SUFFIXES)), start=1):
                 if row is not None:
                     # Parquet is read from several places at once, so that the position in the file says nothing.
                     yield f"{file.place}:{number}", row, 0 if kind == "Parquet" else raw.tell()
@@ -261,102 +258,91 @@ def read_rows(fs: fsspec.AbstractFileSystem, file: SourceFile) -> Iterator[tuple
         ) from error
 
 
-def _opened(fs: fsspec.AbstractFileSystem, file: SourceFile) -> Any:
-    if file.size <= WHOLE_BYTES and not isinstance(fs, LocalFileSystem):
-        return io.BytesIO(fs.cat_file(file.path))
-    return fs.open(file.path, "rb")
-
-
 def _rows(raw: Any, kind: str | None, is_json: bool) -> Iterator[dict | RowError | None]:
     """The rows of a file, None for a blank line."""
-    if kind == "Parquet":
-        for batch in pq.ParquetFile(raw).iter_batches(batch_size=128):
-            yield from batch.to_pylist()
-        return
     stream: gzip.GzipFile | io.BufferedReader
+    if kind == "Parquet":
+        table = pq.ParquetFile(raw)
+        packed = [column for column in table.schema_arrow if "arrow.json" in str(column.type)]
+        for batch in table.iter_batches(batch_size=128):
+            for row in batch.to_pylist(maps_as_pydicts="strict"):
+                yield row | {column.name: _unpacked(row[column.name], column.type) for column in packed}
+        return
     if kind == "gzip":
         stream = gzip.GzipFile(fileobj=raw)
     elif kind == "zstd":
         # Several frames in a row are one file, and a frame that is cut off is an error.
         stream = io.BufferedReader(pa.CompressedInputStream(raw, "zstd"))
     else:
-        # Files of some stores know no longest line.
+        # Files of some stores cannot be peeked into.
         stream = io.BufferedReader(raw, 2**20)
     if stream.peek(3).startswith(codecs.BOM_UTF8):
         stream.read(3)
     yield from (_json_items if is_json else _json_lines)(stream)
 
 
+def _unpacked(value: Any, kind: pa.DataType) -> Any:
+    """A value of a column in which Arrow keeps JSON, such as messages that are unlike each other, as its text."""
+    if value is None:
+        return None
+    if isinstance(kind, pa.JsonType):
+        return json.loads(value)
+    if pa.types.is_struct(kind):
+        return {field.name: _unpacked(value[field.name], field.type) for field in kind}
+    return [_unpacked(item, kind.value_type) for item in value] if isinstance(value, list) else value
+
+
 def _json_lines(stream: Any) -> Iterator[dict | RowError | None]:
-    """The row of each line of a binary stream; a line that is too long is an error."""
-    while line := stream.readline(LARGEST_LINE):
-        if len(line) < LARGEST_LINE or line.endswith(b"\n"):
-            yield _row_of(line) if line.strip() else None
-            continue
-        while (rest := stream.readline(LARGEST_LINE)) and not rest.endswith(b"\n"):
-            pass
-        what = f"expected one JSON object per line, got a line of more than {LARGEST_LINE >> 20} MiB"
-        yield RowError("line too long", f"{what}: {_shown(line)}.")
+    """The row of each line of a binary stream."""
+    for line in stream:
+        yield _row(_parsed_json(line, "the line is not JSON")) if line.strip() else None
 
 
 def _json_items(stream: Any) -> Iterator[dict | RowError | None]:
     """The rows of a `.json` file: of one list, one object, or the lines that such a file may hold as well."""
-    first = stream.readline(LARGEST_LINE)
+    first = stream.readline()
     # Lines may be more than fit in memory.
-    if not first.lstrip().startswith(b"[") and isinstance(row := _row_of(first), dict):
+    if not first.lstrip().startswith(b"[") and isinstance(row := _parsed_json(first, ""), dict):
         yield row
         yield from _json_lines(stream)
         return
-    text = b"".join([first, *islice(iter(lambda: stream.read(2**20), b""), LARGEST_LIST >> 20)])
-    if stream.read(1):
-        what = f"the file is no JSON lines, and more than {LARGEST_LIST >> 20} MiB are not read at once"
-        yield RowError("list too long", f"{what}: write one object per line by {_jq(text)}: {_shown(text)}.")
-        return
-    rows = _parsed_json(text, "the file is no JSON list")
+    text = first + stream.read()
+    rows = _parsed_json(text, "the file is not a JSON list")
     if isinstance(rows, RowError) and not text.lstrip().startswith(b"["):
         yield from _json_lines(io.BytesIO(text))
-        return
-    for row in rows if isinstance(rows, list) else [rows]:
-        yield row if isinstance(row, dict | RowError) else _not_an_object(row, json.dumps(row))
+    else:
+        yield from map(_row, rows if isinstance(rows, list) else [rows])
 
 
-def _row_of(line: bytes) -> dict | RowError:
-    row = _parsed_json(line, "the line is not JSON", is_line=True)
-    return row if isinstance(row, dict | RowError) else _not_an_object(row, line)
+def _row(value: Any) -> dict | RowError:
+    if isinstance(value, dict | RowError):
+        return value
+    return RowError("not JSON", f"expected a JSON object, got {type(value).__name__}: {_shown(json.dumps(value))}.")
 
 
-def _not_an_object(row: Any, text: str | bytes) -> RowError:
-    hint = f" ({_jq(b'[')} writes one per line)" if isinstance(row, list) else ""
-    return RowError("not JSON", f"expected a JSON object, got {type(row).__name__}{hint}: {_shown(text)}.")
-
-
-def _parsed_json(text: bytes, what: str, is_line: bool = False) -> Any:
+def _parsed_json(text: bytes, what: str) -> Any:
     """What the JSON of a line or file holds, or the error, which begins with `what`, that keeps it from being read."""
     try:
         return json.loads(text)
-    except RecursionError as error:
-        return RowError("nested too deeply", f"{what}, nested too deeply to be read ({error}): {_shown(text)}.")
+    except RecursionError:
+        reason, said = "nested too deeply", "nested too deeply"
     except UnicodeDecodeError as error:
-        return RowError("not UTF-8", f"{what} in UTF-8 ({error}): {_shown(text)}.")
+        reason, said, what = "not UTF-8", str(error), f"{what} in UTF-8"
     except json.JSONDecodeError as error:
-        # Of an object over several lines, a line is only the beginning.
-        is_part = error.msg == "Extra data" or (is_line and error.pos >= len(error.doc.rstrip()))
-        hint = f". Expected one whole object per line, which {_jq(text)} writes" if is_part else ""
-        return RowError("not JSON", f"{what} ({error}){hint}: {_shown(text)}.")
+        reason, said = "not JSON", f"{error}; expected one whole object per line"
     except ValueError as error:
-        return RowError("number too long", f"{what} ({error}): {_shown(text)}.")
-
-
-def _jq(text: bytes) -> str:
-    return "`jq -c '.[]' FILE`" if text.lstrip().startswith(b"[") else "`jq -c . FILE`"
+        reason, said = "number too long", str(error)
+    return RowError(reason, f"{what} ({said}): {_shown(text)}.")
 
 
 # --- Messages as they come from servers, files and Arrow become messages as a chat template takes them.
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-SHAREGPT_ROLES = {"human": "user", "observation": "tool"}
-SHAREGPT_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant")
+SHAREGPT_ROLES = {"human": "user", **dict.fromkeys(("observation", "tool_response", "function_response"), "tool")}
+SHAREGPT_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call", "tool_call"), "assistant")
+# What says of a message that it is not to be learnt from, in the spellings of several trainers.
+TRAINED_KEYS = ("weight", "train", "trainable", "training")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 MEDIA_TYPES = ("image", "audio", "video", "file")
 TEXT_TYPES = ("text", "input_text", "output_text")
@@ -389,6 +375,8 @@ def _clean_message(message: Any) -> dict:
         # A misspelt role would be rendered as if it were right.
         raise RowError("unknown role", f"has the role {message['role']!r}, expected one of {', '.join(ROLES)}.")
     message = {"content": "", **without_none(message)}
+    if message["role"] == "assistant":
+        message = {key: value for key, value in message.items() if key not in TRAINED_KEYS}
     message["content"] = _content(message["content"])
     for key in REASONING_KEYS:
         # Templates pass over anything else.
@@ -402,8 +390,16 @@ def _clean_message(message: Any) -> dict:
     if tool_calls:
         if not isinstance(tool_calls, list):
             raise RowError("broken tool calls", f"must have a list of `tool_calls`, got {_shown(tool_calls)}.")
-        message["tool_calls"] = [_with_parsed_arguments(call) for call in tool_calls]
+        message["tool_calls"] = [_with_parsed_arguments(parsed(call)) for call in tool_calls]
     return message
+
+
+def is_trained(message: dict) -> bool:
+    """Whether an answer is to be learnt from, by flags of its own such as `"weight": 0` or `"train": false`."""
+    values = [str(message[key]).lower() for key in TRAINED_KEYS if message.get(key) is not None]
+    if any(value not in ("0", "0.0", "false", "1", "1.0", "true") for value in values):
+        raise RowError("broken weight", f"an answer has the flags {values}, expected 0 or 1, false or true.")
+    return not {"0", "0.0", "false"} & set(values)
 
 
 def _content(content: Any) -> str:
@@ -431,7 +427,9 @@ def _with_parsed_arguments(call: Any) -> dict:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise RowError("broken tool calls", f"has a tool call without the `name` of a function: {_shown(call)}.")
     arguments = parsed(call.get("arguments"))
-    return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
+    arguments = arguments.strip() if isinstance(arguments, str) else arguments
+    # A call of a function that takes nothing is logged as "", null, or without arguments.
+    return {**call, "arguments": arguments or {}} if isinstance(arguments or {}, dict) else call
 
 
 def parsed(value: Any) -> Any:
@@ -446,6 +444,7 @@ def parsed(value: Any) -> Any:
 def clean_tools(tools: Any) -> list[dict] | None:
     """The tools of a row, a list or its JSON, without what Arrow fills in; None where there are none."""
     tools = parsed(tools) if isinstance(tools, str) else without_none(tools)
+    tools = [parsed(tool) for tool in tools] if isinstance(tools, list) else tools
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise RowError("broken tools", f"`tools` must be a list of dicts or the JSON of one, got {_shown(tools)}.")
     return tools or None
@@ -488,6 +487,10 @@ class Chat:
     language: str | None = None
     # Which model a log says has written the last answer.
     model: str | None = None
+    # Answers, by the index of their messages, that the row says are not to be learnt from.
+    untrained: frozenset[int] = frozenset()
+    # What a model was given in place of a rendered prompt: the text or the ids of a request to /v1/completions.
+    raw_prompt: str | list[int] | None = None
 
     @property
     def prompt(self) -> list[dict]:
@@ -502,14 +505,15 @@ def read_chats(row: Any) -> list[Chat]:
         raise RowError("no messages", f"a chat must be a dict with `messages`, got {type(row).__name__}.")
     with nesting_limited():
         own = any(row.get(name) is not None for name in ("messages", "conversations", "prompt"))
-        if isinstance(row.get("request"), dict) and (row.get("response") is not None or not own):
-            return _read_log(row)
+        request = parsed(row.get("request"))
+        if isinstance(request, dict) and (row.get("response") is not None or not own):
+            return _read_log({**row, "request": request, "response": parsed(row.get("response"))})
         return [_chat(row, _messages(row), row)]
 
 
-def _chat(row: dict, messages: list, answer: dict, model: str | None = None) -> Chat:
-    """A chat of `messages`; `answer` is where the finish reason and the token ids of its last answer stand."""
-    messages = clean_messages(messages)
+def _chat(row: dict, given: list, answer: dict, **fields: Any) -> Chat:
+    """A chat of messages; `answer` is where the finish reason and the token ids of its last answer stand."""
+    messages = clean_messages(given)
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
         raise RowError("no answer", f"no message has the role 'assistant', only {roles}: nothing can be learnt.")
@@ -533,7 +537,8 @@ def _chat(row: dict, messages: list, answer: dict, model: str | None = None) -> 
         template_kwargs=template_kwargs(row.get("chat_template_kwargs")),
         source=_name(row.get("source") or row.get("dataset")),
         language=_name(row.get("language")),
-        model=model,
+        untrained=frozenset(i for i, m in enumerate(given) if m["role"] == "assistant" and not is_trained(m)),
+        **fields,
     )
 
 
@@ -543,13 +548,16 @@ def _messages(row: dict) -> list:
     completion = next((row[key] for key in ("completion", "response") if row.get(key) is not None), None)
     if completion is None:
         return prompt
-    answer = _message_list(completion, "completion", "assistant")
+    # A text is an answer, whatever it begins with, unless the prompt's messages are stored as the text of JSON too.
+    is_packed = any(isinstance(row.get(name), str) and parsed(row[name]) == prompt for name in ("messages", "prompt"))
+    is_text = isinstance(completion, str) and not is_packed
+    answer = _message_list({"content": completion} if is_text else completion, "completion", "assistant")
     if prompt and isinstance(prompt[-1], dict) and prompt[-1].get("role") == "assistant":
-        if isinstance(completion, str) and completion == prompt[-1].get("content"):
+        if is_text and completion == prompt[-1].get("content"):
             return prompt
         what = "the row has a `completion` or `response` besides the answer in its messages: keep the target's own."
         raise RowError("two answers", what)
-    if isinstance(completion, str) and isinstance(row.get("reasoning_content"), str):
+    if is_text and isinstance(row.get("reasoning_content"), str):
         answer[0]["reasoning_content"] = row["reasoning_content"]
     return prompt + answer
 
@@ -569,24 +577,30 @@ def _prompt(row: dict) -> list:
 
 def _message_list(value: Any, name: str, role: str | None = None) -> list:
     """Messages of a field: a list, or its JSON; with a role also one message of it, or the text of one."""
-    if role and isinstance(value, str) and not value.lstrip().startswith('[{"'):
+    # Columns of unlike messages are often stored as JSON text, since Arrow wants one type.
+    messages = parsed(value)
+    is_list = isinstance(messages, list) and all(isinstance(m, dict) and "role" in m for m in messages)
+    if role and isinstance(value, str) and not (messages and is_list):
         return [{"role": role, "content": value}]
     if role and isinstance(value, dict):
         return [{"role": role, **value}]
-    # Columns of unlike messages are often stored as JSON text, since Arrow wants one type.
-    messages = parsed(value)
     if not isinstance(messages, list | tuple):
         raise RowError("no messages", f"`{name}` must be a list of dicts or the JSON of one, got {_shown(value)}.")
-    return list(messages)
+    return [parsed(message) for message in messages]
 
 
 def _from_sharegpt(message: Any) -> Any:
-    if not isinstance(message, dict) or "from" not in message:
+    if not isinstance(message, dict) or message.get("from") is None:
         return message
+    role, value = message["from"], message.get("value")
     rest = {key: value for key, value in message.items() if key not in ("from", "value")}
-    role = message["from"]
-    role = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
-    return {**rest, "role": role, "content": message.get("value")}
+    rest["role"] = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
+    if role not in ("function_call", "tool_call"):
+        return {**rest, "content": value}
+    # One call or a list of them, as JSON.
+    calls = parsed(value)
+    calls = calls if isinstance(calls, list) else [calls]
+    return {**rest, "content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
 
 
 def requested(row: dict) -> dict:
@@ -615,25 +629,38 @@ def _read_log(row: dict) -> list[Chat]:
     choices = [c if isinstance(c, dict) else {} for c in choices] if isinstance(choices, list) else []
     # Chunks in a list, or as the server sent them.
     is_streamed = isinstance(response, list) or (isinstance(response, str) and response.lstrip().startswith("data:"))
-    if is_streamed or any("delta" in choice and not isinstance(choice.get("message"), dict) for choice in choices):
+    if is_streamed or any(choice.get("delta") is not None and choice.get("message") is None for choice in choices):
         raise RowError(
             "streamed",
             "the response was streamed: join their `delta`s into one `message`, or let "
-            f"recipes/generate_completions.py answer the request again: {_shown(response)}.",
+            f"dflash-hf generate answer the request again: {_shown(response)}.",
         )
     if not choices:
         raise RowError("no answer", f"the response to the request has no `choices`: {_shown(response)}.")
     asked = requested(row)
-    prompt = _prompt({key: asked.get(key) for key in ("messages", "prompt")})
+    raw = None if asked.get("messages") is not None else _raw_prompt(asked.get("prompt"))
+    text = raw if isinstance(raw, str) else json.dumps(raw)
+    prompt = _prompt({"messages": asked["messages"]}) if raw is None else [{"role": "user", "content": text}]
+    is_echoed = raw is not None and _body(row["request"]).get("echo")
     chats = []
     for choice in choices:
         message = choice.get("message")
         if message is None and isinstance(choice.get("text"), str):
-            message = {"content": choice["text"]}
+            message = {"content": choice["text"].removeprefix(text if is_echoed else "")}
         if not isinstance(message, dict):
             raise RowError("no answer", f"a choice of the response has no `message`: {_shown(choice)}.")
-        chats.append(_chat(asked, [*prompt, {**message, "role": "assistant"}], choice, _name(answered.get("model"))))
+        messages = [*prompt, {**message, "role": "assistant"}]
+        chats.append(_chat(asked, messages, choice, model=_name(answered.get("model")), raw_prompt=raw))
     return chats
+
+
+def _raw_prompt(value: Any) -> str | list[int]:
+    """What a request to /v1/completions gave the model as it is: a text or token ids, or a list of one of them."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]
+    if isinstance(value, str) or (isinstance(value, list) and value and all(type(i) is int and i >= 0 for i in value)):
+        return value
+    raise RowError("no messages", f"the request has neither `messages` nor one text as `prompt`: {_shown(value)}.")
 
 
 def template_kwargs(value: Any) -> dict[str, Any]:

@@ -45,8 +45,8 @@ def fetch_checkpoint(path_or_repo: str | Path, subfolder: str = "", **download: 
             folder = Path(snapshot_download(str(path_or_repo), allow_patterns=patterns, **download))
         except (HFValidationError, OSError) as error:
             raise OSError(
-                f"The drafter {str(path_or_repo)!r} is no folder here, and the Hub does not give it to this "
-                f"account. Check the spelling, the path, the login or the network. ({error})"
+                f"The drafter {str(path_or_repo)!r} is no folder here, and the Hub does not give it to this account: "
+                f"check the spelling, the login or the network. ({error})"
             ) from error
     return folder / subfolder
 
@@ -67,9 +67,9 @@ def refuse_adapter(folder: str | Path) -> None:
 def merging_advice(folder: str | Path) -> str:
     """How to make a drafter of an adapter."""
     merged = Path(folder, "merged")
-    left = f" {merged} is one, as recipes/adapt_drafter.py leaves it." if merged.is_dir() else ""
+    there = f" {merged} is one." if merged.is_dir() else ""
     return (
-        f"Give the folder of the merged drafter.{left} To make one: "
+        f"Give the folder of the merged drafter.{there} To make one: "
         f"dflash_hf.adapters.merge_adapter({str(folder)!r}).save_pretrained(NEW_FOLDER, dtype=torch.bfloat16)."
     )
 
@@ -82,9 +82,6 @@ def state_dict_headers(state_dict: dict[str, torch.Tensor]) -> TensorHeaders:
 
 def read_tensor_headers(folder: str | Path) -> TensorHeaders:
     """Name, dtype and shape of every tensor in a folder, from the headers of its safetensors files.
-
-    Args:
-        folder: A local folder with `model.safetensors`, or with shards and `model.safetensors.index.json`.
 
     Raises:
         FileNotFoundError: The folder has no safetensors file.
@@ -105,36 +102,31 @@ def file_headers(path: Path) -> TensorHeaders:
 
 
 def joined_headers(folder: Path, files: dict[str, TensorHeaders]) -> TensorHeaders:
-    """The headers of all safetensors files of a drafter, which may lie elsewhere than the rest of its folder.
+    """The headers of all safetensors files of a drafter by file name, put together; errors as above.
 
-    Args:
-        folder: A local folder with `model.safetensors.index.json`, if there is one.
-        files: The headers of each file by its name.
-
-    Raises:
-        FileNotFoundError: There is no tensor.
-        ValueError: A tensor lies in two files, or the index and the files disagree.
+    `folder` may hold the index of the shards; the files themselves may lie elsewhere.
     """
     headers: TensorHeaders = {}
     where: dict[str, str] = {}
     # Engines read every safetensors file of a folder, so a second copy of a tensor may win in one of them.
     for file, own in files.items():
-        for name, header in own.items():
-            if name in where:
-                raise ValueError(
-                    f"{name} lies in {where[name]} and in {file}: readers differ in which one they take. Remove the "
-                    "file that is left over from an earlier save."
-                )
-            headers[name], where[name] = header, file
+        if doubled := where.keys() & own.keys():
+            name = min(doubled)
+            raise ValueError(
+                f"{name} lies in {where[name]} and in {file}: readers differ in which one they take. Remove the file "
+                "that is left over from an earlier save."
+            )
+        headers |= own
+        where |= dict.fromkeys(own, file)
     if not headers:
         pickles = ", ".join(sorted(path.name for path in folder.glob("pytorch_model*.bin")))
         found = f" ({pickles} is there, but pickles can run code and are not read)" if pickles else ""
         raise FileNotFoundError(
-            f"{folder} has no safetensors file with tensors{found}: expected model.safetensors or its shards. Save "
-            "the drafter as safetensors with the code that made it."
+            f"{folder} has no safetensors file with tensors{found}. Save the drafter as safetensors with the code "
+            "that made it."
         )
     if (folder / INDEX).exists():
-        _check_index(folder, where)
+        _check_index(folder / INDEX, where)
     elif shards := sorted({*where.values()} - {"model.safetensors"}):
         raise ValueError(
             f"{', '.join(shards)} in {folder} is in no index: expected one file model.safetensors, or shards with "
@@ -143,9 +135,8 @@ def joined_headers(folder: Path, files: dict[str, TensorHeaders]) -> TensorHeade
     return headers
 
 
-def _check_index(folder: Path, where: dict[str, str]) -> None:
+def _check_index(index: Path, where: dict[str, str]) -> None:
     """Hold the index of shards against the file in which each tensor lies."""
-    index = folder / INDEX
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -153,16 +144,12 @@ def _check_index(folder: Path, where: dict[str, str]) -> None:
     listed = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
         raise ValueError(f"{index} has no mapping `weight_map` of tensors to files: copy the folder again.")
-    missing = sorted({*listed.values()} - {*where.values()})
-    if missing:
-        raise ValueError(
-            f"{INDEX} in {folder} names files that are not there or hold no tensor: {', '.join(missing)}. Copy the "
-            "folder again, or remove an index that is left over."
-        )
-    wrong = sorted(name for name in {*listed, *where} if listed.get(name) != where.get(name))
-    if wrong:
+    remedy = "Copy the folder again, or remove an index that is left over."
+    if missing := sorted({*listed.values()} - {*where.values()}):
+        raise ValueError(f"{index} names files that are not there or hold no tensor: {', '.join(missing)}. {remedy}")
+    if wrong := sorted(name for name in {*listed, *where} if listed.get(name) != where.get(name)):
         name = wrong[0]
         raise ValueError(
-            f"{INDEX} in {folder} says that {name} lies in {listed.get(name)}, and it lies in {where.get(name)} "
-            f"({len(wrong)} tensors differ so): copy the folder again, or remove an index that is left over."
+            f"{index} says that {name} lies in {listed.get(name)}, and it lies in {where.get(name)} ({len(wrong)} "
+            f"tensors differ so). {remedy}"
         )

@@ -45,6 +45,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 # Fields that stand at the top level or in `dflash_config`.
 OWN_FIELDS = ("block_size", "target_layer_ids", "mask_token_id", "num_target_layers")
+EAGLE_TAPS = "eagle_aux_hidden_state_layer_ids"
 
 # Field -> the layout that it announces, unless its value is empty.
 OTHER_LAYOUTS = {
@@ -57,7 +58,6 @@ OTHER_LAYOUTS = {
 }
 # Another layout -> the readers that have code of their own for it.
 _SERVED_BY = {"DFlash 2": ENGINES, "speculators": ("vLLM",)}
-
 # Field -> (values that mean "not used", readers that apply it, readers of which only some releases do). The others
 # ignore the field without a word.
 PARTLY_READ: dict[str, tuple[tuple, tuple[str, ...], tuple[str, ...]]] = {
@@ -81,7 +81,11 @@ PARTIAL_ROTATION: dict[str, tuple] = {
     "mrope_section": (None,),
     "mrope_interleaved": (None, False),
 }
-EAGLE_TAPS = "eagle_aux_hidden_state_layer_ids"
+
+
+def others(*readers: str) -> tuple[str, ...]:
+    """All readers but these."""
+    return tuple(reader for reader in ALL if reader not in readers)
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ class Checkpoint:
         return {"": self.raw, "dflash_config.": self.nested, **rope}
 
     def value(self, name: str) -> Any:
-        """The value engines take: that of `dflash_config`, else the top level's."""
+        """The value that engines take: that of `dflash_config`, else the top level's."""
         inner = self.nested.get(name)
         return self.raw.get(name) if inner is None else inner
 
@@ -164,7 +168,7 @@ class Checkpoint:
     @property
     def taps(self) -> list[int] | None:
         value = self.value("target_layer_ids")
-        return value if isinstance(value, list) and value and all(_is_integer(tap) for tap in value) else None
+        return value if isinstance(value, list) and value and all(map(_is_integer, value)) else None
 
     @property
     def rope(self) -> dict[str, Any]:
@@ -187,7 +191,7 @@ class Checkpoint:
 
     @cached_property
     def expected(self) -> dict[str, tuple[int, ...]] | None:
-        """Names and shapes of the tensors the configuration asks for; None when its sizes do not tell."""
+        """Names and shapes of the tensors that the configuration asks for; None when its sizes do not tell."""
         if self.taps is None or any(_size_wanted(name, self.raw.get(name)) for name in SIZES):
             return None
         return expected_tensors({**self.raw, "target_layer_ids": self.taps})
@@ -205,14 +209,7 @@ Look = Callable[[Checkpoint], Said]
 
 @dataclass(frozen=True)
 class Rule:
-    """One requirement.
-
-    Args:
-        id: Its name in reports.
-        title: The requirement in a few words.
-        readers: Whom it concerns.
-        look: Yields what is wrong with a checkpoint.
-    """
+    """One requirement: its name in reports, itself in a few words, whom it concerns, and what finds its faults."""
 
     id: str
     title: str
@@ -223,14 +220,6 @@ class Rule:
         """What violates it; None when that cannot be told."""
         said = list(self.look(checkpoint))
         return None if None in said else [finding for finding in said if finding is not None]
-
-
-_REMOVE = "Remove it if the drafter was trained without it; else use only readers that apply it."
-
-
-def others(*readers: str) -> tuple[str, ...]:
-    """All readers but these."""
-    return tuple(reader for reader in ALL if reader not in readers)
 
 
 def enumerate_some(items: Iterable[str], limit: int = 4) -> str:
@@ -264,11 +253,14 @@ def _differ(values: list[Any]) -> bool:
     return any(value != values[0] for value in values)
 
 
-def _absent(
-    names: str, why: str, remedy: str = Finding.remedy, errors: tuple[str, ...] = ALL, warnings: tuple[str, ...] = ()
-) -> Finding:
-    found = f"{names} {'are' if ', ' in names else 'is'} missing"
-    return Finding(found, "a value in config.json", why, remedy, errors, warnings)
+_REMOVE = "Remove it if the drafter was trained without it; else use only readers that apply it."
+
+
+def _field(name: str, value: Any, expected: str, why: str, *remedy_and_readers: Any) -> Finding:
+    """A finding on the value of a field, or on the absence of one or more."""
+    given = "missing" if value is None else _show(value)
+    found = f"{name} {'are' if ', ' in name else 'is'} {given}"
+    return Finding(found, expected, why, *remedy_and_readers)
 
 
 # --- Rules on what kind of model `config.json` describes: its class, sizes and layers.
@@ -277,31 +269,28 @@ def _absent(
 def _architectures(checkpoint: Checkpoint) -> Said:
     given = checkpoint.raw.get("architectures")
     # The servers have a class for DFlash 2 too.
-    second = given == ["DFlash2DraftModel"]
+    warnings = SERVERS if given == ["DFlash2DraftModel"] else ()
     if given != ["DFlashDraftModel"]:
-        found, why = f"architectures is {_show(given)}", "vLLM and SGLang look up the drafter's class by this name."
+        why = "vLLM and SGLang look up the drafter's class by this name."
         remedy = "Set it if the tensors are those of a DFlash drafter; else use the code that made the checkpoint."
-        errors = (*(() if second else SERVERS), *(() if given is None else OURS))
-        yield Finding(found, "['DFlashDraftModel']", why, remedy, errors, SERVERS if second else ())
+        errors = (*(() if warnings else SERVERS), *(() if given is None else OURS))
+        yield _field("architectures", given, "['DFlashDraftModel']", why, remedy, errors, warnings)
 
 
 def _layout(checkpoint: Checkpoint) -> Said:
     vocab_size = checkpoint.raw.get("vocab_size")
+    expected = "DFlash: slot k drafts the token at its own position, and only the target's head follows"
     for where, fields in checkpoint.levels.items():
         for name, layout in OTHER_LAYOUTS.items():
-            if not fields.get(name):
-                continue
-            served = _SERVED_BY.get(layout, ())
-            found, why = f"{where}{name} is {_show(fields[name])}", f"This is the layout of {layout}."
-            if served:
-                why += f" {enumerate_some(served)} may have code for it, which these rules do not check."
-            expected = "DFlash: slot k drafts the token at its own position, and only the target's head follows"
-            remedy = "Use the code that made the checkpoint."
-            if layout == "speculators":
-                remedy = "Convert it with dflash_hf.convert_speculators first."
-            yield Finding(found, expected, why, remedy, others(*served), served)
-        drafted = fields.get("draft_vocab_size")
-        if drafted is not None and drafted != vocab_size:
+            if fields.get(name):
+                served, why = _SERVED_BY.get(layout, ()), f"This is the layout of {layout}."
+                if served:
+                    why += f" {enumerate_some(served)} may have code for it, which these rules do not check."
+                remedy = "Use the code that made the checkpoint."
+                if layout == "speculators":
+                    remedy = "Convert it with dflash_hf.convert_speculators first."
+                yield _field(f"{where}{name}", fields[name], expected, why, remedy, others(*served), served)
+        if (drafted := fields.get("draft_vocab_size")) not in (None, vocab_size):
             found = f"{where}draft_vocab_size is {_show(drafted)} and vocab_size is {_show(vocab_size)}"
             why = "Only vLLM maps a vocabulary of the drafter's own; the others use the target's head."
             remedy = "Serve it with vLLM, after checking that d2t is among the tensors."
@@ -310,13 +299,10 @@ def _layout(checkpoint: Checkpoint) -> Said:
 
 def _model_type(checkpoint: Checkpoint) -> Said:
     given = checkpoint.raw.get("model_type")
-    why = "The servers and dflash's command line read config.json through AutoConfig, which finds its class by it."
-    remedy = "Write 'qwen3', as published drafters have it."
-    if given is None:
-        yield _absent("model_type", why, remedy, STRICT, ("z-lab",))
-    elif not isinstance(given, str) or given not in CONFIG_MAPPING:
-        found, expected = f"model_type is {_show(given)}", "a type that transformers knows"
-        yield Finding(found, expected, why, remedy, SERVERS, others(*SERVERS))
+    if not isinstance(given, str) or given not in CONFIG_MAPPING:
+        why = "The servers and dflash's command line read config.json through AutoConfig, which finds its class by it."
+        remedy, errors = "Write 'qwen3', as published drafters have it.", STRICT if given is None else SERVERS
+        yield _field("model_type", given, "a type that transformers knows", why, remedy, errors, others(*errors))
 
 
 def _dflash_config(checkpoint: Checkpoint) -> Said:
@@ -333,11 +319,11 @@ def _sizes(checkpoint: Checkpoint) -> Said:
     lacking = [name for name, value in given.items() if value is None]
     if lacking:
         why = "Readers fill in the defaults of the model type, and the tensors do not fit or are read wrongly."
-        yield _absent(enumerate_some(lacking, 9), why)
-    wrong = {name: _size_wanted(name, value) for name, value in given.items() if name not in lacking}
+        yield _field(enumerate_some(lacking, 9), None, "a value in config.json", why)
+    wrong = {name: _size_wanted(name, value) for name, value in given.items() if value is not None}
     for name, expected in wrong.items():
         if expected is not None:
-            yield Finding(f"{name} is {_show(given[name])}", expected, "Every reader computes with it.")
+            yield _field(name, given[name], expected, "Every reader computes with it.")
     heads, shared = given["num_attention_heads"], given["num_key_value_heads"]
     if not lacking and not any(wrong.values()) and heads % shared:
         found = f"num_attention_heads={heads} is not a multiple of num_key_value_heads={shared}"
@@ -359,10 +345,8 @@ def _field_types(checkpoint: Checkpoint) -> Said:
     raw, wrong = checkpoint.raw, []
     # Sizes and layer types have rules of their own; token ids are held against the vocabulary.
     skipped = {*SIZES, "layer_types"} - ({"vocab_size"} if _is_integer(raw.get("vocab_size")) else set())
-    for declared in sorted(dataclasses.fields(Qwen3Config), key=lambda declared: declared.name):
-        name, kind = declared.name, declared.type
-        if name in skipped or name not in raw:
-            continue
+    kinds = {f.name: f.type for f in dataclasses.fields(Qwen3Config) if f.name in raw and f.name not in skipped}
+    for name, kind in sorted(kinds.items()):
         try:
             type_validator(name, raw[name], kind)
         except TypeError:
@@ -376,7 +360,8 @@ def _field_types(checkpoint: Checkpoint) -> Said:
 def _bias_and_dtype(checkpoint: Checkpoint) -> Said:
     """What the other readers derive or cast, and a drafter that is loaded for training must know."""
     if checkpoint.is_foreign and checkpoint.raw.get("attention_bias") is None:
-        yield _absent("attention_bias", "Readers derive it from model_type in different ways.")
+        why = "Readers derive it from model_type in different ways."
+        yield _field("attention_bias", None, "a value in config.json", why)
     dtypes = _dtype_names(checkpoint.raw)
     known = [*WEIGHT_DTYPES.values()]
     if len({*dtypes.values()}) > 1:
@@ -397,30 +382,27 @@ def _activation(checkpoint: Checkpoint) -> Said:
     if given not in (None, "silu"):
         why = "The servers' MLP computes SiLU and refuses every other name."
         remedy = "Correct the name if the drafter was trained with SiLU; serve it with dflash otherwise."
-        yield Finding(f"hidden_act is {_show(given)}", "'silu'", why, remedy, errors=STRICT)
+        yield _field("hidden_act", given, "'silu'", why, remedy, STRICT)
 
 
 def _layer_types(checkpoint: Checkpoint) -> Said:
     raw = checkpoint.raw
     kinds, number = raw.get("layer_types"), raw.get("num_hidden_layers")
+    expected = f"one entry per layer out of {enumerate_some(LAYER_TYPES)}"
     if kinds is None:
         if checkpoint.is_foreign or raw.get("use_sliding_window"):
             errors = STRICT if checkpoint.is_foreign else OURS
             why = "Readers derive it from the defaults of the model type, use_sliding_window and max_window_layers."
-            yield _absent("layer_types", why, errors=errors, warnings=others(*errors))
+            yield _field("layer_types", None, expected, why, Finding.remedy, errors, others(*errors))
         return
-    is_list = isinstance(kinds, list)
-    unknown = sorted({str(kind) for kind in kinds} - {*LAYER_TYPES}) if is_list else []
-    if is_list and not unknown and len(kinds) == number:
-        return
-    found = f"layer_types is {_show(kinds)}"
-    if unknown:
-        found = f"layer_types holds {_show(unknown)}"
-    elif is_list:
-        found = f"layer_types has {len(kinds)} entries and num_hidden_layers is {_show(number)}"
-    expected = f"one entry per layer out of {enumerate_some(LAYER_TYPES)}"
     why = "Most readers refuse a layer of another kind or a list of another length, and the rest misread it."
-    yield Finding(found, expected, why)
+    if not isinstance(kinds, list):
+        yield _field("layer_types", kinds, expected, why)
+    elif unknown := sorted({str(kind) for kind in kinds} - {*LAYER_TYPES}):
+        yield Finding(f"layer_types holds {_show(unknown)}", expected, why)
+    elif len(kinds) != number:
+        found = f"layer_types has {len(kinds)} entries and num_hidden_layers is {_show(number)}"
+        yield Finding(found, expected, why)
 
 
 def _sliding_window(checkpoint: Checkpoint) -> Said:
@@ -449,7 +431,7 @@ def _causality(checkpoint: Checkpoint) -> Said:
     top, kinds = checkpoint.raw.get("is_causal"), checkpoint.raw.get("layer_types")
     if top is not None and not isinstance(top, bool):
         why = 'Engines take its truth value, so that the word "false" means true.'
-        yield Finding(f"is_causal is {_show(top)}", "true, false or no such field", why)
+        yield _field("is_causal", top, "true, false or no such field", why)
     by_layer = {kind == "sliding_attention" for kind in kinds} if isinstance(kinds, list) else {False}
     for name in ("causal", "is_causal"):
         inner = checkpoint.nested.get(name)
@@ -472,14 +454,15 @@ def _rope_theta(checkpoint: Checkpoint) -> Said:
     why = "Readers differ in which one they apply."
     layered = [name for name, value in rope.items() if not _is_flat(value)]
     if layered:
-        found = f"{layered[0]} is {_show(rope[layered[0]])}"
-        yield Finding(found, "one flat set of values", "A drafter's layers all rotate alike.", remedy)
+        expected, why = "one flat set of values", "A drafter's layers all rotate alike."
+        yield _field(layered[0], rope[layered[0]], expected, why, remedy)
     elif not bases:
-        yield _absent("rope_theta", "Readers fill in 10,000, or the base of a foreign model_type.", remedy)
+        why = "Readers fill in 10,000, or the base of a foreign model_type."
+        yield _field("rope_theta", None, "a positive number", why, remedy)
     elif _differ(values):
         yield Finding(f"rope_theta has several values, {_show(bases)}", "one base", why, remedy)
     elif not _is_positive(values[0]):
-        yield Finding(f"rope_theta is {_show(values[0])}", "a positive number", "All positions turn by it.", remedy)
+        yield _field("rope_theta", values[0], "a positive number", "All positions turn by it.", remedy)
     elif _differ(checkpoint.rope_kinds):
         found = " and ".join(f"{name} is {_show(value)}" for name, value in rope.items())
         yield Finding(found, "one kind of scaling", why, remedy)
@@ -502,41 +485,33 @@ def _rope_in_full(checkpoint: Checkpoint) -> Said:
 
 
 def _whole_heads(checkpoint: Checkpoint) -> Said:
-    inner = {f"{n}.": checkpoint.raw.get(n) for n in ("rope_parameters", "rope_scaling", "dflash_config")}
-    places = {"": checkpoint.raw, **{where: fields for where, fields in inner.items() if isinstance(fields, dict)}}
-    for where, fields in places.items():
+    why = "SGLang and dflash rotate the whole head by one position, whatever the target does."
+    remedy = "Remove it if it was copied from the target; no reader serves a drafter trained with it."
+    for where, fields in checkpoint.levels.items():
         for name, neutral in PARTIAL_ROTATION.items():
             if fields.get(name) not in neutral:
-                why = "SGLang and dflash rotate the whole head by one position, whatever the target does."
-                remedy = "Remove it if it was copied from the target; no reader serves a drafter trained with it."
-                yield Finding(f"{where}{name} is {_show(fields[name])}", "a plain rotary embedding", why, remedy)
+                yield _field(f"{where}{name}", fields[name], "a plain rotary embedding", why, remedy)
 
 
 # --- Rules on the drafter's own fields: block, taps, mask token, and where each of them is written.
 
 
 def _block_size(checkpoint: Checkpoint) -> Said:
-    value = checkpoint.value("block_size")
+    value, expected = checkpoint.value("block_size"), "an integer of at least 2"
     if value is None:
         why = "dflash and SGLang then draft 16 slots; vLLM is told a number, and nothing says which."
-        yield _absent("block_size", why, errors=others("vLLM"), warnings=("vLLM",))
+        yield _field("block_size", value, expected, why, Finding.remedy, others("vLLM"), ("vLLM",))
     elif checkpoint.block_size is None:
         why = "A block holds the known anchor and at least one slot to draft."
-        yield Finding(f"block_size is {_show(value)}", "an integer of at least 2", why)
+        yield _field("block_size", value, expected, why)
 
 
 def _target_layer_ids(checkpoint: Checkpoint) -> Said:
-    value = checkpoint.value("target_layer_ids")
-    if checkpoint.taps is None and not value:
-        yield _absent(
-            "target_layer_ids",
-            "dflash and SGLang guess layers from the depths, and vLLM has a default: the features are others.",
-            "Write the 0-based layers that the drafter was trained on; a new drafter's configuration comes from "
-            "DFlashDraftConfig.from_target_config(target_config, mask_token_id=...).",
-        )
-    elif checkpoint.taps is None:
-        found = f"target_layer_ids is {_show(value)}"
-        yield Finding(found, "a list of layer indices", "They index the target's layers.")
+    if checkpoint.taps is None:
+        why = "dflash and SGLang guess layers from the depths, and vLLM has a default: the features are others."
+        remedy = "Write the 0-based layers that it was trained on, as DFlashDraftConfig.from_target_config does."
+        value = checkpoint.value("target_layer_ids") or None
+        yield _field("target_layer_ids", value, "a list of layer indices", why, remedy)
 
 
 def _tap_order(checkpoint: Checkpoint) -> Said:
@@ -546,53 +521,49 @@ def _tap_order(checkpoint: Checkpoint) -> Said:
     elif any(b <= a for a, b in pairwise(taps)):
         why = "vLLM and SGLang collect features in the order of the layers, whatever the order of this list."
         remedy = "Sort the list, and the column blocks of fc.weight with it."
-        yield Finding(f"target_layer_ids is {taps}", "unique and ascending layers", why, remedy, errors=STRICT)
+        yield _field("target_layer_ids", taps, "unique and ascending layers", why, remedy, STRICT)
 
 
 def _tap_range(checkpoint: Checkpoint) -> Said:
-    taps, errors = checkpoint.taps, ALL
+    taps = checkpoint.taps
     depth: Any = checkpoint.value("num_target_layers")
     if taps is None or (min(taps) >= 0 and not _is_integer(depth)):
         yield None
-        return
-    if min(taps) < 0:
-        why = "Some readers count a negative index from the end, others refuse it."
-    elif max(taps) >= depth:
-        why = "The target has no such layer."
-    elif max(taps) == depth - 1:
+    elif min(taps) < 0 or max(taps) >= depth - 1:
+        no_layer = min(taps) < 0 or max(taps) >= depth
         why = "SGLang cannot read after the last layer; vLLM reads before the final norm, dflash after it."
-        errors = ("SGLang", "transformers")
-    else:
-        return
-    expected = f"layers in 0..{depth - 2}" if _is_integer(depth) else "layers from 0 on"
-    remedy = "Correct whichever is wrong. A drafter trained on the last layer has to be trained again."
-    found = f"target_layer_ids is {taps} and num_target_layers is {_show(depth)}"
-    yield Finding(found, expected, why, remedy, errors, others(*errors))
+        if no_layer:
+            why = "The target has no such layer, and readers differ in what they make of a negative index."
+        found = f"target_layer_ids is {taps} and num_target_layers is {_show(depth)}"
+        expected = f"layers in 0..{depth - 2}" if _is_integer(depth) else "layers from 0 on"
+        remedy = "Correct whichever is wrong. A drafter trained on the last layer has to be trained again."
+        errors = ALL if no_layer else ("SGLang", "transformers")
+        yield Finding(found, expected, why, remedy, errors, others(*errors))
 
 
 def _num_target_layers(checkpoint: Checkpoint) -> Said:
-    depth, name = checkpoint.value("num_target_layers"), "num_target_layers"
+    depth, name, expected = checkpoint.value("num_target_layers"), "num_target_layers", "a number of layers"
     remedy = "Write the number of decoder layers of the target at the top level."
     if depth is None:
         why = "dflash stops without it, and SGLang checks target_layer_ids against it."
-        yield _absent(name, why, remedy, ("z-lab", "transformers"), ("SGLang",))
+        yield _field(name, None, expected, why, remedy, ("z-lab", "transformers"), ("SGLang",))
     elif not _is_integer(depth) or depth < 2:
-        why = "The taps are held against it."
-        yield Finding(f"{name} is {_show(depth)}", "a number of layers", why, remedy, others("vLLM"))
+        yield _field(name, depth, expected, "The taps are held against it.", remedy, others("vLLM"))
     elif checkpoint.raw.get(name) is None:
-        yield _absent(f"{name} at the top level", "dflash reads it only there.", remedy, ("z-lab",))
+        yield _field(f"{name} at the top level", None, expected, "dflash reads it only there.", remedy, ("z-lab",))
 
 
 def _mask_token_id(checkpoint: Checkpoint) -> Said:
     mask = checkpoint.value("mask_token_id")
     vocab_size: Any = checkpoint.raw.get("vocab_size")
     eos, pad = checkpoint.raw.get("eos_token_id"), checkpoint.raw.get("pad_token_id")
+    expected = f"an id below {_show(vocab_size)}"
     remedy = "Write the id that the drafter was trained with, of a reserved token that texts do not use."
     if mask is None:
         why = "vLLM and dflash stop; SGLang takes the id of a token <|MASK|>, which it may add to the tokenizer."
-        yield _absent("mask_token_id", why, remedy)
+        yield _field("mask_token_id", None, expected, why, remedy)
     elif not _is_integer(mask) or mask < 0 or (_is_integer(vocab_size) and mask >= vocab_size):
-        found, expected = f"mask_token_id={_show(mask)} is outside the vocabulary", f"an id below {_show(vocab_size)}"
+        found = f"mask_token_id={_show(mask)} is outside the vocabulary"
         yield Finding(found, expected, "Its row of the target's embedding stands for a slot to be drafted.", remedy)
     elif mask == pad or mask in (eos if isinstance(eos, list) else [eos]):
         found = f"mask_token_id={mask} equals the eos or pad token (eos_token_id={eos}, pad_token_id={pad})"
@@ -605,38 +576,40 @@ def _same_spelling(checkpoint: Checkpoint) -> Said:
     unread = {"block_size": ("vLLM",), "num_target_layers": ("vLLM",)}
     for name, inner in checkpoint.nested.items():
         top = checkpoint.raw.get(name)
-        if top is None or inner == top or name == "is_causal":
-            continue
-        skipped = (*unread.get(name, ()), *(OURS if inner is None else ()))
-        found = f"{name} is {_show(top)} at the top level and {_show(inner)} in dflash_config"
-        why = "Readers differ in which one they apply, and nothing says which one was trained."
-        yield Finding(found, "one value", why, "Remove one of them.", errors=others(*skipped))
+        if top is not None and inner != top and name != "is_causal":
+            skipped = (*unread.get(name, ()), *(OURS if inner is None else ()))
+            found = f"{name} is {_show(top)} at the top level and {_show(inner)} in dflash_config"
+            why = "Readers differ in which one they apply, and nothing says which one was trained."
+            yield Finding(found, "one value", why, "Remove one of them.", errors=others(*skipped))
 
 
 def _both_spellings(checkpoint: Checkpoint) -> Said:
-    raw, nested, remedy = checkpoint.raw, checkpoint.nested, "Write it there too."
+    raw, nested = checkpoint.raw, checkpoint.nested
+
+    def absent(place: str, why: str, *warnings: str) -> Finding:
+        return _field(place, None, "the same value there too", why, "Write it there too.", (), warnings)
+
     if raw.get("block_size") is None and nested.get("block_size") is not None:
         why = "generate() reads config.block_size, which only this package's configuration finds in dflash_config."
-        yield _absent("block_size at the top level", why, remedy, (), OURS)
+        yield absent("block_size at the top level", why, *OURS)
     flat = [n for n in ("target_layer_ids", "mask_token_id") if nested.get(n) is None and raw.get(n) is not None]
     if flat:
         why = "Published drafters have it there, and releases of vLLM differ in whether they look elsewhere."
-        yield _absent(f"{enumerate_some(flat)} in dflash_config", why, remedy, (), ("vLLM",))
+        yield absent(f"{enumerate_some(flat)} in dflash_config", why, "vLLM")
     parameters = raw.get("rope_parameters")
     if raw.get("rope_theta") is None and isinstance(parameters, dict) and parameters.get("rope_theta") is not None:
         why = "Readers on transformers 4 do not know rope_parameters and rotate with a base of 10,000."
-        yield _absent("rope_theta at the top level", why, remedy, (), ENGINES)
+        yield absent("rope_theta at the top level", why, *ENGINES)
 
 
 def _partly_read(checkpoint: Checkpoint) -> Said:
     for where, fields in checkpoint.levels.items():
         for name, (neutral, applying, in_part) in PARTLY_READ.items():
-            if fields.get(name) in neutral:
-                continue
-            reading = " and ".join((*applying, *(f"some releases of {reader}" for reader in in_part)))
-            found, expected = f"{where}{name} is {_show(fields[name])}", f"no such field, or {_show(neutral[-1])}"
-            why = f"Only {reading} would apply it; the others ignore it without a word."
-            yield Finding(found, expected, why, _REMOVE, others(*applying, *in_part), in_part)
+            if fields.get(name) not in neutral:
+                reading = " and ".join((*applying, *(f"some releases of {reader}" for reader in in_part)))
+                why = f"Only {reading} would apply it; the others ignore it without a word."
+                errors, expected = others(*applying, *in_part), f"no such field, or {_show(neutral[-1])}"
+                yield _field(f"{where}{name}", fields[name], expected, why, _REMOVE, errors, in_part)
 
 
 def _mask_embedding(checkpoint: Checkpoint) -> Said:
@@ -703,19 +676,18 @@ _HELD_IN_MEMORY = (
     *(_sizes, _layer_types, _sliding_window, _causality, _rope_theta, _rope_type, _block_size),
     *(_target_layer_ids, _tap_order, _tap_range, _num_target_layers, _mask_token_id),
 )
-# What `from_pretrained` holds config.json to: the table, and faults that are nobody else's.
+# What `from_pretrained` holds config.json to: the table, and faults that only matter to it.
 _HELD_IN_FILE = (*(rule.look for rule in CONFIG_RULES), _rope_type, _bias_and_dtype)
 
 
-# --- Rules on the tensors, by their headers.
+# --- Rules on the tensors, by their headers. Where the configuration does not say which are expected, nothing is told.
 
 
 def _tensors_missing(checkpoint: Checkpoint) -> Said:
+    missing = [f"{name} is missing" for name in checkpoint.expected or {} if name not in checkpoint.bare_headers]
     if checkpoint.expected is None:
         yield None
-        return
-    missing = [f"{name} is missing" for name in checkpoint.expected if name not in checkpoint.bare_headers]
-    if missing:
+    elif missing:
         why = "vLLM, SGLang and dflash go on with random values in its place and say little or nothing."
         remedy = "Copy or save the drafter again, or correct config.json."
         yield Finding("\n".join(missing), "every tensor that config.json asks for", why, remedy)
@@ -742,25 +714,21 @@ def _tensors_unexpected(checkpoint: Checkpoint) -> Said:
         (own, OURS, "vLLM drafts with this embedding or head; SGLang and dflash ignore it."),
     ):
         if names:
-            found = "\n".join(map(_unexpected, names))
+            found = "\n".join(f"{name} is {_KINDS.get(name, 'not a tensor of this configuration')}" for name in names)
             remedy = "Remove it if the drafter was trained without it, or correct config.json."
             yield Finding(found, "no other tensors", why, remedy, errors, others(*errors))
 
 
-def _unexpected(name: str) -> str:
-    if name in ("d2t", "t2d"):
-        return f"{name} maps a vocabulary of the drafter's own, where the target's head is used"
-    return f"{name} is not a tensor of this configuration"
+_KINDS = dict.fromkeys(("d2t", "t2d"), "for a vocabulary of the drafter's own, where the target's head is used")
 
 
 def _tensor_shapes(checkpoint: Checkpoint) -> Said:
-    expected = checkpoint.expected
-    if expected is None:
+    if checkpoint.expected is None:
         yield None
         return
     wrong = []
     for name, (_, shape) in checkpoint.bare_headers.items():
-        wanted = expected.get(name, shape)
+        wanted = checkpoint.expected.get(name, shape)
         if shape != wanted:
             transposed = ", which is its transpose" if shape == wanted[::-1] else ""
             wrong.append(f"{name} has shape {list(shape)}{transposed}: config.json asks for {list(wanted)}")
@@ -841,11 +809,7 @@ def _refusals(looks: Iterable[Look], checkpoint: Checkpoint) -> list[Finding]:
 
 
 def field_problems(config: dict[str, Any]) -> list[Finding]:
-    """Values of a configuration in memory that contradict each other or the format.
-
-    Args:
-        config: Fields at the top level, the drafter's own ones included.
-    """
+    """Fields of a configuration in memory, all at the top level, that contradict each other or the format."""
     return _refusals(_HELD_IN_MEMORY, Checkpoint("", config=config))
 
 
@@ -855,12 +819,7 @@ def rule_problems(rule_id: str, config: dict[str, Any]) -> list[Finding]:
 
 
 def tensor_problems(config: dict[str, Any], headers: TensorHeaders) -> list[Finding]:
-    """Tensors that are missing or not expected, and wrong shapes and dtypes.
-
-    Args:
-        config: As [`normalize_config`] returns it.
-        headers: From [`checkpoint_files.read_tensor_headers`].
-    """
+    """Tensors that are missing or not expected, and wrong shapes and dtypes; `config` is a normalised one."""
     return _refusals((rule.look for rule in TENSOR_RULES), Checkpoint("", config=config, headers=headers))
 
 
@@ -878,11 +837,11 @@ def checkpoint_problems(folder: str | Path, config: dict[str, Any] | None = None
         OSError: The folder or its `config.json` cannot be read.
     """
     folder = Path(folder)
-    problems: list[Finding] = []
+    problems: list[object] = []
     if config is None:
         path = folder / "config.json"
         try:
-            config, problems = read_config(json.loads(path.read_text(encoding="utf-8")))
+            config, problems[:] = read_config(json.loads(path.read_text(encoding="utf-8")))
         except ValueError as error:
             return [f"{path} is not valid JSON ({error}): copy it again."]
     files = frozenset(path.name for path in folder.iterdir())
@@ -890,15 +849,12 @@ def checkpoint_problems(folder: str | Path, config: dict[str, Any] | None = None
     try:
         problems += tensor_problems(config, read_tensor_headers(folder))
     except (FileNotFoundError, ValueError) as error:
-        return [*map(str, problems), str(error)]
+        problems.append(error)
     return [*map(str, problems)]
 
 
 def normalize_config(raw: dict[str, Any]) -> dict[str, Any]:
-    """Read a drafter's `config.json` in either spelling into one.
-
-    Args:
-        raw: The file as a dictionary: flat or nested, saved by transformers 4.57 or 5.
+    """Read a drafter's `config.json`, flat or nested, saved by transformers 4.57 or 5, into one spelling.
 
     Returns:
         A copy with `block_size`, `target_layer_ids`, `mask_token_id`, `num_target_layers`, `is_causal`, `dtype` (a
@@ -916,13 +872,12 @@ def normalize_config(raw: dict[str, Any]) -> dict[str, Any]:
 def read_config(raw: dict[str, Any]) -> tuple[dict[str, Any], list[Finding]]:
     """[`normalize_config`] with the problems returned, for reports that go on to the tensors."""
     if not isinstance(raw, dict):
-        why = "Every reader looks fields up in it."
-        return {}, [Finding(f"config.json holds {raw!r}", "an object", why, "Copy it again.")]
+        return {}, [Finding(f"config.json holds {raw!r}", "an object", "Readers look fields up in it.")]
     checkpoint = Checkpoint("", config=raw)
     config = {k: v for k, v in raw.items() if k not in ("rope_theta", "rope_scaling", "torch_dtype")}
-    moved = {*OWN_FIELDS, "causal", "is_causal"}
     config |= {name: checkpoint.value(name) for name in OWN_FIELDS}
     config["is_causal"] = raw.get("is_causal")
+    moved = {*OWN_FIELDS, "causal", "is_causal"}
     config["dflash_config"] = {name: value for name, value in checkpoint.nested.items() if name not in moved}
     rope = {"rope_type": "default", **next(iter(checkpoint.rope_kinds), {})}
     bases = [base for base in checkpoint.rope_bases.values() if base is not None]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ NUM_THREADS = 8
 # Folders on the way to the Hub and to a remote address, which Trainer and pushes of the output folder leave alone.
 STAGING_PREFIX = "_push-"
 SNAPSHOT_PREFIX = "_upload-"
+# Checkpoints of what ran in the folder before; pushes of the output folder leave it alone too.
+EARLIER_PREFIX = "_earlier_"
 
 SPARE_BYTES = 16 * 2**20
 
@@ -164,8 +167,26 @@ def last_complete_checkpoint(output_dir: str | Path) -> Path | None:
     return None
 
 
-def rotate(trainer: Trainer, run_dir: Path) -> None:
-    """Delete the checkpoints beyond `save_total_limit`, never the newest or the best.
+def set_aside(output_dir: str | Path, step: int) -> None:
+    """Move checkpoints beyond the step that a run begins at into a folder of their own: a folder holds one run.
+
+    A later resume_from_checkpoint=True would take the newest of them in place of what this run wrote last.
+    """
+    beyond = [path for there, path in checkpoints_in(output_dir).items() if there > step]
+    if not beyond:
+        return
+    apart = next(p for n in count(1) if not (p := Path(output_dir, f"{EARLIER_PREFIX}{n}")).exists())
+    apart.mkdir()
+    for path in beyond:
+        path.rename(apart / path.name)
+    logger.warning(
+        f"{output_dir} held {', '.join(path.name for path in beyond)}, beyond step {step} where this run begins; they "
+        f"are in {apart} now. To go on from them, give resume_from_checkpoint={str(apart / beyond[-1].name)!r}."
+    )
+
+
+def rotate(trainer: Trainer, run_dir: Path, is_over: bool = False) -> None:
+    """Delete the checkpoints beyond `save_total_limit`: never the best, nor the newest before the run `is_over`.
 
     Trainer goes by the time of their last change, which a clock that is set back or a copy changes, and takes
     `checkpoint-10-keep` for a checkpoint; here the steps of `checkpoint-N` count.
@@ -173,10 +194,9 @@ def rotate(trainer: Trainer, run_dir: Path) -> None:
     limit, state = trainer.args.save_total_limit, trainer.state
     if not trainer.args.should_save or limit is None or limit <= 0:
         return
-    folders, now, best = checkpoints_in(run_dir), state.global_step, Path(state.best_model_checkpoint or "")
-    # Those beyond the present step are of another run, and would be taken for the newest: they go first.
-    steps = sorted(folders, key=lambda step: (step <= now, step))
-    old = [folders[step] for step in steps if step != now and folders[step] != best]
+    folders, best = checkpoints_in(run_dir), Path(state.best_model_checkpoint or "")
+    newest = None if is_over else state.global_step
+    old = [path for step, path in folders.items() if step != newest and path != best]
     for folder in old[: max(0, len(folders) - limit)]:
         shutil.rmtree(folder, ignore_errors=True)
         # The new checkpoint is there, and other ranks would wait for one that stops here.
@@ -308,12 +328,6 @@ def _callback_states(trainer: Any) -> dict[str, Any]:
 
 def _write_weights_and_states(trainer: Any, folder: str) -> None:
     """Trainer's own parts: its `_save_checkpoint` would write all of it under the final name, one after the other."""
-
-    def write_states() -> None:
-        trainer._save_optimizer_and_scheduler(folder)
-        trainer._save_scaler(folder)
-        trainer._save_rng_state(folder)
-
     if trainer.args.save_only_model:
         trainer.save_model(folder, _internal_call=True)
         return
@@ -322,6 +336,8 @@ def _write_weights_and_states(trainer: Any, folder: str) -> None:
     use_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
     # Each waits for copies to the host and into files, which one thread makes at a fraction of a disk's rate.
     with ThreadPoolExecutor(1, initializer=use_device) as pool:
-        states = pool.submit(write_states)
+        states = (trainer._save_optimizer_and_scheduler, trainer._save_scaler, trainer._save_rng_state)
+        written = [pool.submit(write, folder) for write in states]
         trainer.save_model(folder, _internal_call=True)
-        states.result()
+        for state in written:
+            state.result()

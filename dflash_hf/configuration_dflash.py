@@ -18,17 +18,17 @@ logger = logging.get_logger(__name__)
 
 
 def default_target_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:
-    """Spread `num_taps` taps over the target's layers as the paper does, from layer 1 to layer `L - 3`.
+    """Spread `num_taps` taps over the target's layers as the paper does, from layer 1 to the third from the end.
 
     Args:
-        num_target_layers: Number of decoder layers of the target, `L`.
-        num_taps: Number of layers to read, `K`.
+        num_target_layers: Number of decoder layers of the target.
+        num_taps: Number of layers to read.
 
     Returns:
         Layer indices, 0-based and ascending; tap `i` is the output of decoder layer `i`.
 
     Raises:
-        ValueError: When `L` has no room for `K` distinct taps.
+        ValueError: The target has no room for so many distinct taps.
 
     Example:
         >>> default_target_layer_ids(30, 5)
@@ -37,9 +37,8 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int) -> list[int]
     largest = max(num_target_layers - 3, 1 if num_target_layers > 2 else 0)
     if not 1 <= num_taps <= largest:
         raise ValueError(
-            f"A target of {num_target_layers} layers has no room for {num_taps} distinct taps between layer 1 and the "
-            f"third layer from its end: the largest number is {largest}, the smallest 1. Pass num_taps in that range, "
-            "or explicit target_layer_ids (never the last layer)."
+            f"A target of {num_target_layers} layers has room for 1 to {largest} taps, not for num_taps={num_taps}. "
+            "Pass fewer, or target_layer_ids (never the last layer)."
         )
     if num_taps == 1:
         return [num_target_layers // 2]
@@ -132,15 +131,14 @@ class DFlashDraftConfig(Qwen3Config):
         """
         if num_taps is not None and "target_layer_ids" in overrides:
             raise ValueError(
-                f"num_taps={num_taps} and target_layer_ids={overrides['target_layer_ids']} were both given: the taps "
-                "are either spread by number or named one by one. Leave one of them out."
+                f"num_taps={num_taps} and target_layer_ids={overrides['target_layer_ids']} were both given: keep one."
             )
         target = target_config.get_text_config(decoder=True)
         hidden_size = target.hidden_size
         if overrides.get("hidden_size", hidden_size) != hidden_size:
             raise ValueError(
-                f"The drafter's hidden_size is {overrides['hidden_size']}, the target's is {hidden_size}: they must "
-                "be equal, since the drafter uses the target's embeddings and head. Leave hidden_size out."
+                f"The drafter's hidden_size is {overrides['hidden_size']} and the target's {hidden_size}, whose "
+                "embeddings and head the drafter uses. Leave hidden_size out."
             )
         num_layers = overrides.get("num_hidden_layers", 5)
         if "target_layer_ids" not in overrides:
@@ -163,12 +161,10 @@ class DFlashDraftConfig(Qwen3Config):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):  # type: ignore[override]
-        """Read the `config.json` of a published drafter; see [`~transformers.PreTrainedConfig.from_pretrained`].
+        """Read the `config.json` of a published drafter; a `ValueError` lists everything that is wrong with it.
 
-        Unlike there, a foreign `model_type` is no reason for a warning: the file is a drafter's all the same.
-
-        Raises:
-            ValueError: With everything that is wrong with the file, one a line.
+        As [`~transformers.PreTrainedConfig.from_pretrained`], but without a warning for a foreign `model_type`: the
+        file is a drafter's all the same.
         """
         refuse_adapter(pretrained_model_name_or_path)
         config_dict, kwargs = cls.get_config_dict(str(pretrained_model_name_or_path), **kwargs)
@@ -196,11 +192,8 @@ class DFlashDraftConfig(Qwen3Config):
     def from_base_config(cls, config: PreTrainedConfig) -> "DFlashDraftConfig":
         """Take over a drafter's configuration that was read as the class its `model_type` names.
 
-        Args:
-            config: For example a `Qwen3Config` that `AutoConfig` read where this package is not imported.
-
-        Raises:
-            ValueError: When it is not a drafter's.
+        `AutoConfig` reads it as a `Qwen3Config`, for example, where this package is not imported. One that is not a
+        drafter's is a `ValueError`.
         """
         if isinstance(config, cls):
             return config

@@ -34,12 +34,8 @@ _LAYER_FIELDS = (
 )
 # Copies of the target's tensors that only their training reads.
 _TRAINING_ONLY = ("verifier_norm.weight", "verifier_lm_head.weight")
-_OF_THE_TARGET = {
-    "embed_tokens.weight": "embeddings of the drafter's own",
-    "lm_head.weight": "a head of the drafter's own",
-    "t2d": "a map to a vocabulary of the drafter's own",
-    "d2t": "a map from a vocabulary of the drafter's own",
-}
+# Embeddings, head and vocabulary of the drafter's own.
+_OF_THE_TARGET = ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
 
 
 def convert_speculators(
@@ -81,9 +77,8 @@ def convert_speculators(
     drafter.save_pretrained(output)
     if "sliding_attention" in (config.layer_types or []):
         logger.warning(
-            f"The window of the sliding layers changes at its edge: {folder} was trained with {config.sliding_window} "
-            "tokens before the anchor for every slot, servers and this package count the window from the slot itself, "
-            "so slot j sees j + 1 tokens fewer. Measure the acceptance length, and continue training if it fell."
+            f"Slot j of the sliding layers sees j + 1 tokens fewer than {folder} was trained with: servers count "
+            f"sliding_window={config.sliding_window} from the slot itself. Measure the acceptance length."
         )
     return drafter
 
@@ -91,17 +86,16 @@ def convert_speculators(
 def _problems(raw: dict[str, Any], names: list[str]) -> Iterator[object]:
     """What the published layout has no place for."""
     kind, layer = raw.get("speculators_model_type"), raw.get("transformer_layer_config")
-    if kind is None:
-        yield (
-            "config.json has no speculators_model_type: this is no speculators checkpoint. Load one of the published "
-            "layout with DFlashDraftModel.from_pretrained."
-        )
-    elif kind != "dflash":
-        yield f"speculators_model_type is {kind!r}: expected 'dflash'. Use the code that made the checkpoint."
+    if kind != "dflash":
+        yield f"speculators_model_type is {kind!r}: expected 'dflash', the only kind that is converted."
     elif not isinstance(layer, dict):
         yield f"transformer_layer_config is {layer!r}: expected the fields of the drafter's layers. Copy it again."
     else:
-        yield from _tap_problems(raw.get("aux_hidden_state_layer_ids"))
+        ids = raw.get("aux_hidden_state_layer_ids")
+        if not isinstance(ids, list) or not ids or not all(type(i) is int and i > 0 for i in ids):
+            yield f"aux_hidden_state_layer_ids is {ids!r}: expected outputs of target layers, that is ids from 1 on."
+        elif len(set(ids)) < len(ids):
+            yield f"aux_hidden_state_layer_ids={ids} names a layer twice: readers expect each once."
         # Its own fields announce a layout of its own, which is the one that is converted.
         fields = {name: value for name, value in raw.items() if OTHER_LAYOUTS.get(name) != "speculators"}
         yield from rule_problems("layout", {**fields, "vocab_size": layer.get("vocab_size")})
@@ -109,42 +103,29 @@ def _problems(raw: dict[str, Any], names: list[str]) -> Iterator[object]:
         if width not in (None, hidden_size):
             yield (
                 f"target_hidden_size is {width} and hidden_size {hidden_size}: they must be equal, since the "
-                "published layout uses the target's embeddings and head. Train a drafter of the target's width."
+                "published layout uses the target's embeddings and head."
             )
         yield from (
-            f"{name} is {_OF_THE_TARGET[name]}, which the published layout takes from the target. If it is an "
-            "unchanged copy of the target's, save the checkpoint again without it."
-            for name in names
-            if name in _OF_THE_TARGET
-        )
-
-
-def _tap_problems(ids: Any) -> Iterator[str]:
-    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
-        yield f"aux_hidden_state_layer_ids is {ids!r}: expected a list of target layers. Write those it read."
-    elif len(set(ids)) < len(ids):
-        yield f"aux_hidden_state_layer_ids={ids} names a layer twice: readers expect each once."
-    elif min(ids) < 1:
-        yield (
-            f"aux_hidden_state_layer_ids={ids} holds {min(ids)}: id 0 is the target's embedding, and the published "
-            "layout reads outputs of layers only. Train a drafter without it."
+            f"{name} is the drafter's own, where the published layout has the target's. If it is an unchanged copy of "
+            "the target's, save the checkpoint again without it."
+            for name in _OF_THE_TARGET
+            if name in names
         )
 
 
 def _target_depth(raw: dict[str, Any], folder: str) -> int:
-    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
-    name = verifier.get("name_or_path")
+    name = ((raw.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
     if name is None:
         raise ValueError(
-            f"{folder} does not name its target (speculators_config.verifier.name_or_path), so the depth of the "
-            "target is not known, which the published layout holds. Pass num_target_layers."
+            f"{folder} does not name its target (speculators_config.verifier.name_or_path), whose depth is needed. "
+            "Pass num_target_layers."
         )
     try:
         return AutoConfig.from_pretrained(name).get_text_config(decoder=True).num_hidden_layers
     except OSError as error:
         raise OSError(
             f"The configuration of the target {name!r} that {folder} names cannot be read, and its depth is needed. "
-            f"Pass num_target_layers, the number of the target's decoder layers. ({error})"
+            f"Pass num_target_layers. ({error})"
         ) from error
 
 
@@ -179,7 +160,7 @@ def _sorted_columns(tensors: dict[str, torch.Tensor], ids: list[int], hidden_siz
         found = None if weight is None else list(weight.shape)
         raise ValueError(
             f"fc.weight has shape {found}: {len(ids)} taps of width {hidden_size} need "
-            f"{[hidden_size, len(ids) * hidden_size]}. Correct aux_hidden_state_layer_ids or copy the weights again."
+            f"{[hidden_size, len(ids) * hidden_size]}. Correct aux_hidden_state_layer_ids."
         )
     columns = weight.split(hidden_size, dim=1)
     return torch.cat([columns[i] for i in sorted(range(len(ids)), key=ids.__getitem__)], dim=1)

@@ -148,9 +148,9 @@ def check_documents(documents: Documents, block_size: int) -> None:
         ValueError: nothing to learn from, token ids or spans that are not whole numbers, or a span outside its
             document, unsorted or overlapping.
     """
-    check_types(documents)
+    _check_types(documents)
     spans, owners = document_spans(documents)
-    check_spans(spans, owners, document_lengths(documents)[owners])
+    _check_spans(spans, owners, document_lengths(documents)[owners])
     share = share_of_countable_slots(documents, block_size)
     if share == 0.0:
         raise ValueError(
@@ -164,7 +164,7 @@ def check_documents(documents: Documents, block_size: int) -> None:
         )
 
 
-def check_types(documents: Documents) -> None:
+def _check_types(documents: Documents) -> None:
     """Raises for token ids, or numbers of spans, that are null, text or fractions."""
     if isinstance(documents, datasets.Dataset):
         if not any(_has_null(documents, name) for name in DOCUMENT_COLUMNS):
@@ -172,10 +172,16 @@ def check_types(documents: Documents) -> None:
         documents = documents.with_format(None)
     for index, document in enumerate(documents):
         spans = [number for span in listed(document["supervised_spans"]) for number in listed(span)]
-        for name, numbers in (("input_ids", listed(document["input_ids"])), ("supervised_spans", spans)):
-            array = np.asarray(numbers)
-            if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
-                _refuse_type(f"Document {index}", name, f"{array.dtype}, {array.ndim} deep")
+        _whole_numbers(document["input_ids"], f"Document {index} has input_ids")
+        _whole_numbers(spans, f"Document {index} has supervised_spans")
+
+
+def _whole_numbers(numbers: Any, whose: str) -> np.ndarray:
+    """A list of whole numbers as an array; refuses anything else, which would be rounded or read as something else."""
+    array = np.asarray(listed(numbers))
+    if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
+        raise ValueError(f"{whose} of type {array.dtype}, {array.ndim} deep, expected a list of whole numbers.")
+    return array.astype(np.int64)
 
 
 def _has_null(documents: datasets.Dataset, name: str) -> bool:
@@ -186,20 +192,13 @@ def _has_null(documents: datasets.Dataset, name: str) -> bool:
         kind, depth = kind.field(0).type, depth + 1
     # Where no document has a span, Arrow does not know what a span is.
     if not (pa.types.is_integer(kind) and depth == expected) and not (pa.types.is_null(kind) and depth <= expected):
-        _refuse_type("The data set", name, column.type)
+        raise ValueError(f"The data set has {name} of the type {column.type}, expected lists of whole numbers.")
     for _ in range(depth):
         column = pc.list_flatten(column)
     return column.null_count > 0
 
 
-def _refuse_type(whose: str, name: str, kind: Any) -> None:
-    raise ValueError(
-        f"{whose} has {name} of the type {kind}, expected lists of whole numbers: token ids, and half-open [start, "
-        "stop] pairs of their indices. Tokenise again."
-    )
-
-
-def check_spans(spans: np.ndarray, owners: np.ndarray, lengths: np.ndarray) -> None:
+def _check_spans(spans: np.ndarray, owners: np.ndarray, lengths: np.ndarray) -> None:
     """Raises for the first span [S, 2] that is not within its document's tokens [S] and behind the span before."""
     earliest = np.zeros(len(spans), dtype=np.int64)
     earliest[1:] = np.where(owners[1:] == owners[:-1], spans[:-1, 1], 0)
@@ -208,8 +207,7 @@ def check_spans(spans: np.ndarray, owners: np.ndarray, lengths: np.ndarray) -> N
         fault = int(faults.argmax())
         raise ValueError(
             f"Document {owners[fault]} has the supervised span {spans[fault].tolist()}, expected one from "
-            f"{earliest[fault]} on within its {lengths[fault]} tokens: spans are half-open, ascending and disjoint. "
-            "Cut the spans where the token ids are cut, and sort and merge them."
+            f"{earliest[fault]} on within its {lengths[fault]} tokens: cut, sort and merge the spans."
         )
 
 
@@ -226,9 +224,8 @@ def check_token_ids(documents: Documents, embedding_rows: int, mask_token_id: in
             document = first + int(np.searchsorted(np.cumsum(lengths), faults[0], side="right"))
             if tokens[faults[0]] == mask_token_id:
                 raise ValueError(
-                    f"mask_token_id={mask_token_id} occurs in the input_ids of document {document}: there the drafter "
-                    "would take a known token for a slot to be drafted. Leave such documents out; for a new drafter, "
-                    "choose a token that texts do not use."
+                    f"mask_token_id={mask_token_id} occurs in the input_ids of document {document}, where it would be "
+                    "taken for a slot to draft. Leave such documents out; a new drafter can have another mask token."
                 )
             raise ValueError(
                 f"Document {document} holds the token id {tokens[faults[0]]}, which is outside the target's embedding "
@@ -276,8 +273,8 @@ class DataCollatorForDFlash:
             number of tensor shapes, and so of compilations, small.
 
     Raises:
-        ValueError: a row longer than `row_length`, a negative token id, an empty document, or a span outside its
-            document, unsorted or overlapping.
+        ValueError: a row longer than `row_length`, an empty document, or a span outside its document, unsorted or
+            overlapping.
     """
 
     block_size: int
@@ -306,7 +303,7 @@ class DataCollatorForDFlash:
             documents = next(row["documents"] for row in collated if len(row["input_ids"]) == longest)
             raise ValueError(
                 f"The row of the documents {documents} has {longest} tokens, expected at most "
-                f"row_length={num_tokens}: every row gets that many. Pack and collate with the same row_length."
+                f"row_length={num_tokens}: pack and collate with the same row_length."
             )
         multiple = self.pad_anchors_to_multiple_of
         num_anchors = max(1, *(len(row["anchor_positions"]) for row in collated))
@@ -332,18 +329,24 @@ class DataCollatorForDFlash:
         """The unpadded entries of one row."""
         epoch = row["epoch"] if self.redraw else 0
         documents = [document["document"] for document in row["documents"]]
-        token_ids = [self._token_ids(document) for document in row["documents"]]
+        token_ids = [
+            _whole_numbers(d["input_ids"], f"Document {d['document']} has input_ids") for d in row["documents"]
+        ]
         lengths = np.array([len(ids) for ids in token_ids])
+        if not lengths.all():
+            raise ValueError(f"Document {documents[lengths.argmin()]} has no input_ids: drop empty documents.")
         offsets = np.cumsum(lengths) - lengths
-        spans = [self._spans(document, length) for document, length in zip(row["documents"], lengths, strict=True)]
+        spans = [as_spans(d["supervised_spans"], f"Document {d['document']}") for d in row["documents"]]
+        owners = np.repeat(np.arange(len(spans)), [len(local) for local in spans])
+        joined = np.concatenate(spans)
+        _check_spans(joined, np.array(documents)[owners], lengths[owners])
         counts = self._num_anchors_per_document(spans, int(lengths.sum()))
         anchors = [
             draw_anchors(local, count, self.seed, epoch, document) + offset
             for local, count, document, offset in zip(spans, counts, documents, offsets, strict=True)
         ]
         input_ids, anchor_positions = np.concatenate(token_ids), np.concatenate(anchors)
-        owners = np.repeat(np.arange(len(spans)), [len(local) for local in spans])
-        starts, stops, _ = supervised_runs(np.concatenate(spans) + offsets[owners, None], owners)
+        starts, stops, _ = supervised_runs(joined + offsets[owners, None], owners)
         return {
             "input_ids": input_ids,
             "position_ids": np.arange(len(input_ids)) - np.repeat(offsets, lengths),
@@ -364,9 +367,8 @@ class DataCollatorForDFlash:
         if draws.sum() > cap and not DataCollatorForDFlash._cap_is_logged:
             DataCollatorForDFlash._cap_is_logged = True
             logger.warning(
-                f"The {len(spans)} documents of a row draw {draws.sum()} anchors in all and keep {cap}, the cap per "
-                "row, shared in proportion; other rows may be cut too. Raise max_anchors_per_row to keep more, or "
-                "lower num_anchors to draw fewer."
+                f"The {len(spans)} documents of a row draw {draws.sum()} anchors and keep {cap} in all; other rows "
+                "may be cut too. Raise max_anchors_per_row to keep more, or lower num_anchors to draw fewer."
             )
         return shorten_draws(draws, cap)
 
@@ -377,22 +379,3 @@ class DataCollatorForDFlash:
         positions = anchors[:, None] + slots
         counts = (slots > 0) & (positions < run_stops[:, None])
         return np.where(counts, input_ids[np.minimum(positions, len(input_ids) - 1)], IGNORE_INDEX)
-
-    def _token_ids(self, document: dict[str, Any]) -> np.ndarray:
-        name, token_ids = f"Document {document['document']}", np.asarray(document["input_ids"])
-        if token_ids.ndim != 1 or not token_ids.size or token_ids.dtype.kind not in "iu":
-            raise ValueError(
-                f"{name} has input_ids of shape {token_ids.shape} and type {token_ids.dtype}, expected a list of one "
-                "or more integers. Drop empty documents, or tokenise again."
-            )
-        if token_ids.min() < 0:
-            raise ValueError(
-                f"{name} has the token id {token_ids.min()} at position {token_ids.argmin()}, expected none below 0: "
-                "ids are rows of the target's embedding. Leave out padding and -100, the collator makes the labels."
-            )
-        return token_ids.astype(np.int64)
-
-    def _spans(self, document: dict[str, Any], length: int) -> np.ndarray:
-        spans = as_spans(document["supervised_spans"], f"Document {document['document']}")
-        check_spans(spans, np.full(len(spans), document["document"]), np.full(len(spans), length))
-        return spans

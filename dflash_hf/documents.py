@@ -35,7 +35,7 @@ from datasets.exceptions import DatasetGenerationError
 from fsspec.implementations.local import LocalFileSystem
 from transformers import PreTrainedTokenizerBase
 
-from .chats import SourceFile, describe, explained, open_filesystem
+from .chats import SourceFile, describe, explained, open_filesystem, parsed
 from .writing import only_writer, publish_file
 
 
@@ -70,7 +70,7 @@ RECORD_KEY = b"dflash_hf"
 # Tokens of a bin of the histogram of lengths.
 HISTOGRAM_BIN = 256
 EXAMPLES_PER_REASON = 3
-AGAIN = "Start the tokenize_completions.py command that made the folder again, which makes what is damaged anew."
+AGAIN = "Start the `dflash-hf tokenize` command that made the folder again: it makes what is damaged once more."
 
 
 class OutputError(OSError):
@@ -114,20 +114,15 @@ class FileCounts:
 
     def as_dict(self) -> dict[str, Any]:
         """The counts in an order that does not depend on that of the rows."""
-        return {
-            name: dict(sorted(value.items())) if isinstance(value, dict) else value
-            for name, value in vars(self).items()
-        }
+        return {k: dict(sorted(v.items())) if isinstance(v, dict) else v for k, v in vars(self).items()}
 
 
 def make_manifest(settings: dict[str, Any], records: list[dict[str, Any]], failed: dict[str, str]) -> dict[str, Any]:
     """The content of `manifest.json`; `failed` has the error of each file that could not be read."""
     totals: dict[str, Any] = {name: sum(record[name] for record in records) for name in SUMMED}
     for name in COUNTED:
-        counter: Counter = Counter()
-        for record in records:
-            # Records of an earlier version count no models.
-            counter.update(record.get(name, {}))
+        # Records of an earlier version count no models.
+        counter = sum((Counter(record.get(name, {})) for record in records), Counter())
         # Lengths are numbers, which JSON has made texts.
         totals[name] = {key: counter[key] for key in sorted(counter, key=int if name == "lengths" else str)}
     return {**settings, "complete": not failed, "failed": dict(sorted(failed.items())), **totals, "files": records}
@@ -159,17 +154,11 @@ class DocumentFolder:
     def manifest(self) -> dict | None:
         """The manifest, checked; None where there is none and no run has begun."""
         path, content = f"{self.address}/{MANIFEST_NAME}", self.content(MANIFEST_NAME)
-        if content is None and FORMAT.encode() in (self.content(SETTINGS_NAME) or b""):
-            raise ValueError(
-                f"{path} is missing: the run that writes it has not ended. Start the same command again; it goes on "
-                "where it stopped."
-            )
         if content is None:
+            if FORMAT.encode() in (self.content(SETTINGS_NAME) or b""):
+                raise ValueError(f"{path} is missing: its run has not ended. Start the same command again.")
             return None
-        try:
-            manifest = json.loads(content)
-        except ValueError:
-            manifest = None
+        manifest = parsed(content.decode(errors="replace"))
         found = manifest.get("format") if isinstance(manifest, dict) else None
         if found != FORMAT:
             raise ValueError(f"{path} has the format {found!r}, expected {FORMAT!r}. {AGAIN}")
@@ -179,21 +168,16 @@ class DocumentFolder:
         """The manifest and the names of a split's shards, each of which is the one that the manifest names."""
         manifest = self.manifest()
         if manifest is None:
-            raise FileNotFoundError(f"{self.address} has no {MANIFEST_NAME}, which tokenize_completions.py writes.")
+            raise FileNotFoundError(f"{self.address} has no {MANIFEST_NAME}, which `dflash-hf tokenize` writes.")
         files = [file for file in manifest["files"] if split in file["shards"]]
         if not files:
-            raise ValueError(
-                f"{self.address} has no document of the split {split!r}, but {manifest['documents']}. --eval_fraction "
-                "makes an evaluation split."
-            )
+            raise ValueError(f"{self.address} has no document of the split {split!r}, but {manifest['documents']}.")
         shards = [file["shards"][split] for file in files]
         with explained(self.address, "Reading"), ThreadPoolExecutor(16) as threads:
             records = list(threads.map(self.record, shards))
         for shard, file, record in zip(shards, files, records, strict=True):
             if record != file:
-                raise ValueError(
-                    f"{self.root}/{shard} is missing, damaged or not the one that the manifest names. {AGAIN}"
-                )
+                raise ValueError(f"{self.root}/{shard} is missing, damaged or another than the manifest's. {AGAIN}")
         return manifest, shards
 
     def record(self, shard: str) -> dict[str, Any] | None:
@@ -203,10 +187,11 @@ class DocumentFolder:
             with self.fs.open(path, "rb") as raw:
                 return json.loads((pq.read_metadata(raw).metadata or {})[RECORD_KEY])
         except FileNotFoundError:
-            return None
-        except (pa.ArrowInvalid, KeyError, ValueError) as error:
+            pass
+        # Arrow's errors of a broken file are ValueErrors.
+        except (KeyError, ValueError) as error:
             logger.warning("%s is not a whole shard of documents (%s).", path, error)
-            return None
+        return None
 
     def finished(self, files: list[SourceFile]) -> dict[str, dict[str, Any]]:
         """Records of the files that earlier runs finished, of which every shard is there and nothing has changed."""
@@ -230,15 +215,6 @@ class DocumentFolder:
         with self.fs.open(f"{self.root}/{shard}", "rb") as raw:
             yield from pq.ParquetFile(raw).iter_batches(256, columns=columns)
 
-    def is_damaged(self, shard: str) -> bool:
-        """Whether documents of a shard cannot be read."""
-        try:
-            for _ in self.batches(shard):
-                pass
-        except (OSError, pa.ArrowException):
-            return True
-        return False
-
     # Writing
 
     @contextmanager
@@ -247,8 +223,9 @@ class DocumentFolder:
         try:
             yield
         except Exception as error:
-            what = "Free space or mend the access, and start the same command again"
-            raise OutputError(f"Writing to {self.root} failed ({describe(error)}). {what}.") from error
+            raise OutputError(
+                f"Writing to {self.root} failed ({describe(error)}). Mend that, and start the same command again."
+            ) from error
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -305,17 +282,16 @@ class DocumentFolder:
         if content is None:
             self.write_json(SETTINGS_NAME, settings)
             return
-        try:
-            old = json.loads(content)
-            old |= old["options"]
-        except (ValueError, TypeError, KeyError):
-            old = {"options": None}
-        now = {**settings, **settings["options"], "options": old["options"]}
+        old = parsed(content.decode(errors="replace"))
+        old = old if isinstance(old, dict) else {}
+        old |= old.get("options") or {}
+        now = {**settings, **settings["options"]}
+        del now["options"]
         changed = [f"{key}: {old.get(key)!r} then, {now[key]!r} now" for key in now if now[key] != old.get(key)]
         if changed:
             raise ValueError(
-                f"{self.address} holds documents that were made otherwise ({'; '.join(changed)}), says its "
-                f"{SETTINGS_NAME}. Give the same options to go on, or another output."
+                f"{self.address}/{SETTINGS_NAME} says that its documents were made otherwise ({'; '.join(changed)}). "
+                "Give the same options to go on, or another output."
             )
 
     def write_shards(self, file: SourceFile, chunks: Iterable[list[Stored]], counts: FileCounts) -> dict[str, Any]:
@@ -334,24 +310,19 @@ class DocumentFolder:
                         for split, writer in writers.items():
                             if documents := [document for of, document in chunk if of == split]:
                                 writer.write_table(pa.Table.from_pylist(documents, SCHEMA))
+                shards = {split: shard_name(file, split) for split in sorted(counts.documents)}
+                record = json.dumps({**_identity(file), "shards": shards, **counts.as_dict()})
                 with self.named_errors():
-                    return self._commit(file, paths, writers, counts)
+                    # The training shard comes last: with its record it says that the file is done.
+                    for split, writer in writers.items():
+                        writer.add_key_value_metadata({RECORD_KEY: record})
+                        writer.close()
+                        if split in shards or split == "train":
+                            self.publish(paths[split], f"{self.root}/{shard_name(file, split)}")
             finally:
                 for writer in writers.values():
                     with suppress(OSError):
                         writer.close()
-
-    def _commit(
-        self, file: SourceFile, paths: dict[str, str], writers: dict[str, pq.ParquetWriter], counts: FileCounts
-    ) -> dict[str, Any]:
-        """Gives the shards their places, the training shard last: with its record it says that the file is done."""
-        shards = {split: shard_name(file, split) for split in sorted(counts.documents)}
-        record = json.dumps({**_identity(file), "shards": shards, **counts.as_dict()})
-        for split, writer in writers.items():
-            writer.add_key_value_metadata({RECORD_KEY: record})
-            writer.close()
-            if split in shards or split == "train":
-                self.publish(paths[split], f"{self.root}/{shard_name(file, split)}")
         # A record is the same fresh and read back: JSON turns the keys of the histogram into strings.
         return json.loads(record)
 
@@ -393,11 +364,15 @@ def open_documents(
     try:
         data = load_dataset("parquet", data_files=files, split=split, storage_options=options, cache_dir=cache_dir)
     except DatasetGenerationError as error:
-        damaged = ", ".join(f"{folder.root}/{shard}" for shard in shards if folder.is_damaged(shard))
-        raise ValueError(
-            f"Shards of {address} are damaged within ({describe(error.__cause__ or error)}): "
-            f"{damaged or 'which of them cannot be told'}. Delete them. {AGAIN}"
-        ) from error
+        damaged = []
+        for shard in shards:
+            try:
+                for _ in folder.batches(shard):
+                    pass
+            except (OSError, pa.ArrowException):
+                damaged.append(f"{folder.root}/{shard}")
+        cause = describe(error.__cause__ or error)
+        raise ValueError(f"{damaged or address} is damaged within ({cause}). Delete it. {AGAIN}") from error
     # What the ids mean and how the text was written travels with the data set.
     fields = ("format", "vocabulary_hash", "vocabulary_size", "template_hash")
     identity = {name: manifest[name] for name in fields}
@@ -469,15 +444,13 @@ def check_documents_fit(
     for identity in _identities(documents):
         own = tokenizer_identity(tokenizer)
         if identity["vocabulary_hash"] != own["vocabulary_hash"]:
-            raise ValueError(
-                f"The documents were made with a tokenizer of {identity['vocabulary_size']} tokens, and the target's "
-                f"has {own['vocabulary_size']} and other ids. Tokenise with the target's own tokenizer."
-            )
+            sizes = f"{identity['vocabulary_size']} tokens; the target's has {own['vocabulary_size']}"
+            raise ValueError(f"The documents were made with another tokenizer, of {sizes}. Tokenise with its own.")
         if identity["template_hash"] != own["template_hash"]:
             message = "The documents were written by another chat template than the target's tokenizer has"
             if not allow_other_template:
                 raise ValueError(f"{message}. Tokenise again, or set allow_other_template=True.")
-            logger.warning("%s, so the drafter learns prompts that the target may never see.", message)
+            logger.warning("%s: the drafter learns prompts that the target may never see.", message)
 
 
 # --- What a person looks at after tokenising: counts, reasons, lengths, and documents with the supervised part marked.
@@ -487,6 +460,7 @@ def format_summary(manifest: Mapping[str, Any]) -> str:
     """The counts of a manifest as text: rows in and out by reason, tokens, and a histogram of the lengths."""
     documents, tokens = sum(manifest["documents"].values()), manifest["tokens"]
     supervised = manifest["supervised_tokens"]
+    examples: dict[str, list[str]] = {}
     splits = ", ".join(f"{count:,} {split}" for split, count in manifest["documents"].items()) or "none"
     lines = [
         f"{manifest['rows']:,} rows of {len(manifest['files']):,} files gave {documents:,} documents ({splits})",
@@ -495,22 +469,31 @@ def format_summary(manifest: Mapping[str, Any]) -> str:
     ]
     if repeated := manifest["repeated_tokens"]:
         lines.append(f"{repeated:,} tokens ({repeated / tokens:.1%}) are context that windows repeat")
-    for reason, count in Counter(manifest["dropped"]).most_common():
-        found = (file["dropped_examples"].get(reason) for file in manifest["files"])
-        lines.append(f"dropped {count:,}: {reason}, such as {next(examples[0] for examples in found if examples)}")
-    for text, count in Counter(manifest["template_texts"]).most_common(1):
-        lines.append(
-            f"in {count:,} answers the template wrote {text!r} before the content, and it is supervised as generated "
-            "text: if the target did not generate it, pass the enable_thinking the answers were generated with"
-        )
+    for file in manifest["files"]:
+        examples = {**file["dropped_examples"], **examples}
+    lines += remarks(manifest, examples)
     if len(models := manifest.get("models", {})) > 1:
         by = ", ".join(f"{name} {count:,}" for name, count in Counter(models).most_common())
         lines.append(
-            f"the answers are of several models ({by}), and a drafter learns from those of its own target alone: "
-            "unless these are names of one, let recipes/generate_completions.py answer the others again"
+            f"the answers are of several models ({by}), and a drafter learns from those of its own target: unless "
+            "these are names of one model, let `dflash-hf generate` answer the others again"
         )
     lines += [f"FAILED {name}: {error}" for name, error in manifest["failed"].items()]
     return "\n".join([*lines, *_histogram(manifest["lengths"])])
+
+
+def remarks(counts: Mapping[str, Any], examples: Mapping[str, list[str]]) -> list[str]:
+    """What was left out, by reason, and what a template added: of the counts of a manifest or of `FileCounts`."""
+    found = [
+        f"dropped {count:,}: {reason}, such as {examples[reason][0]}"
+        for reason, count in Counter(counts["dropped"]).most_common()
+    ]
+    for text, count in Counter(counts["template_texts"]).most_common(1):
+        found.append(
+            f"in {count:,} answers the template wrote {text!r} before the content, which is supervised: if the target "
+            "did not generate it, pass the enable_thinking that the answers were generated with"
+        )
+    return found
 
 
 def _histogram(lengths: Mapping[str, int]) -> list[str]:

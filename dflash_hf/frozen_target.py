@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -19,7 +20,14 @@ from accelerate.hooks import remove_hook_from_module
 from huggingface_hub import ResolvedRevision
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.hub import resolve_revision
 
 from .configuration_dflash import DFlashDraftConfig
@@ -30,8 +38,10 @@ from .packed_targets import (
     PackedDense,
     PackedQwen35,
     Piece,
+    compiled_function,
     delta_kernels_available,
     document_pieces,
+    flex_documents,
     groups_in_order,
     groups_of_similar_length,
     packed_row,
@@ -47,10 +57,7 @@ def check_fits(drafter_config: DFlashDraftConfig, target_config: PreTrainedConfi
     """Raise a ValueError for a drafter that was made for another target, whose embedding has `embedding_rows`."""
     mask = drafter_config.mask_token_id
     if mask is not None and mask >= embedding_rows:
-        raise ValueError(
-            f"mask_token_id={mask} is outside the target's embedding of {embedding_rows} rows; choose an id that "
-            "texts do not use."
-        )
+        raise ValueError(f"mask_token_id={mask} is outside the target's embedding of {embedding_rows} rows.")
     text_config = target_config.get_text_config(decoder=True)
     expected = {
         "hidden_size": text_config.hidden_size,
@@ -61,8 +68,8 @@ def check_fits(drafter_config: DFlashDraftConfig, target_config: PreTrainedConfi
         given = getattr(drafter_config, name)
         if given != value:
             raise ValueError(
-                f"The drafter's {name} is {given}, the target's is {value}. Load the target that the drafter was made "
-                "for, or make a drafter with DFlashDraftConfig.from_target_config(target.config, ...)."
+                f"The drafter's {name} is {given}, the target's is {value}. Load the drafter's own target, or make a "
+                "drafter by DFlashDraftConfig.from_target_config."
             )
 
 
@@ -70,20 +77,19 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     layers = dict(model.get_decoder().named_children()).get("layers")
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(
-            f"{type(model).__name__} keeps its decoder layers in another place than `get_decoder().layers`, so they "
-            "cannot be read. Targets of the Llama and Qwen families and most others are supported."
+            f"{type(model).__name__} keeps its decoder layers in another place than `get_decoder().layers`. Choose a "
+            "target of the Llama or Qwen families or most others."
         )
     return layers
 
 
 def check_taps(taps: list[int], depth: int) -> None:
     """Raise a ValueError for layers that a target of this depth does not have, or that cannot be read."""
-    if not taps or any(b <= a for a, b in pairwise(taps)) or taps[0] < 0:
-        raise ValueError(f"target_layer_ids={taps} must be layer indices, unique and ascending, at least one.")
-    if taps[-1] >= depth - 1:
+    # The last layer's entry in hidden_states is after the final norm, while a hook sees it before.
+    if not taps or any(b <= a for a, b in pairwise(taps)) or taps[0] < 0 or taps[-1] >= depth - 1:
         raise ValueError(
-            f"target_layer_ids={taps} must lie in 0..{depth - 2}: the target has {depth} layers and the last one "
-            "is refused, since its entry in hidden_states is after the final norm while a hook sees it before."
+            f"target_layer_ids={taps} must be one or more of 0..{depth - 2}, unique and ascending: all layers of the "
+            "target but the last one."
         )
 
 
@@ -92,8 +98,8 @@ def refuse_slow(config: PreTrainedConfig) -> None:
     kinds = config.get_text_config(decoder=True).to_dict().get("layer_types") or []
     if "linear_attention" in kinds and not delta_kernels_available():
         raise ValueError(
-            f"{kinds.count('linear_attention')} of the target's {len(kinds)} layers are linear attention, which runs "
-            f"far too slowly on a GPU without flash-linear-attention {LINEAR_ATTENTION_FLOOR} or newer. "
+            f"{kinds.count('linear_attention')} of the target's {len(kinds)} layers are linear attention, far too "
+            "slow on a GPU without its kernels. Run "
             f"`pip install 'flash-linear-attention>={LINEAR_ATTENTION_FLOOR}'`, or pass allow_slow_target=True."
         )
 
@@ -101,30 +107,24 @@ def refuse_slow(config: PreTrainedConfig) -> None:
 def take_model(
     model: str | Path | PreTrainedModel,
     device: torch.device | str | None,
-    allow_slow_target: bool,
+    allow_slow: bool,
     init_kwargs: dict[str, Any],
 ) -> PreTrainedModel:
     """A loaded target, from a Hub id, a folder or itself; refused where it could not run, or far too slowly."""
     if isinstance(model, str | Path):
-        if not allow_slow_target and device is not None and torch.device(device).type == "cuda":
+        if not allow_slow and device is not None and torch.device(device).type == "cuda":
             with _explained(model):
                 config = AutoConfig.from_pretrained(model, return_unused_kwargs=True, **init_kwargs)[0]
             refuse_slow(config)
         model = load_model(model, device, init_kwargs)
     elif not isinstance(model, nn.Module):
-        raise TypeError(
-            f"The target is a {type(model).__name__}; give a Hub id, a folder or a loaded causal language model."
-        )
+        raise TypeError(f"The target is a {type(model).__name__}; give a Hub id, a folder or a loaded model.")
     elif init_kwargs:
         raise ValueError(
-            f"target_model_init_kwargs={init_kwargs} have no effect on a target that is loaded already. Pass its id "
-            "or folder, or leave them out."
+            f"target_model_init_kwargs={init_kwargs} do not change a loaded target; give its id or folder."
         )
     if any(p.is_meta for p in model.parameters()):
-        raise ValueError(
-            f"The target {type(model).__name__} has parameters on the meta device, without weights. Load it with "
-            "from_pretrained, without offloading."
-        )
+        raise ValueError(f"{type(model).__name__} has parameters on the meta device; load it without offloading.")
     return model
 
 
@@ -140,14 +140,8 @@ def refuse_token(init_kwargs: Any, place: str) -> None:
 def load_model(name: str | Path, device: torch.device | str | None, init_kwargs: dict) -> PreTrainedModel:
     """Load a target with all its weights; its configuration's `_commit_hash` says which commit of the Hub they are.
 
-    Args:
-        name: Hub id or folder.
-        device: Where it is loaded to; None for the CPU.
-        init_kwargs: Arguments of `AutoModelForCausalLM.from_pretrained`.
-
-    Raises:
-        OSError: There is no such model, or its files are damaged.
-        ValueError: A weight is missing, which transformers would make up from random numbers.
+    A Hub id or folder goes to `device`, the CPU by default, with `init_kwargs` of `from_pretrained`. Where it cannot
+    be loaded that is an OSError, and a missing weight, which transformers would make up, a ValueError.
     """
     if device is not None and torch.device(device).type == "cuda":
         # Weights go straight to the device, which some quantised ones must.
@@ -181,17 +175,15 @@ def _explained(name: str | Path) -> Iterator[None]:
         ) from error
     except OSError as error:
         raise OSError(
-            f"The target {str(name)!r} cannot be loaded: it is neither a folder with config.json and weights nor a "
-            f"model that the Hub gives to this account. Check the spelling, the path or the login. ({error})"
+            f"The target {str(name)!r} cannot be loaded, neither as a folder with config.json and weights nor from "
+            f"the Hub. Check the spelling, the path or the login. ({error})"
         ) from error
 
 
 def eos_token_ids(generation_config: GenerationConfig) -> list[int]:
     """Ids after which a target stops generating."""
     ids = generation_config.eos_token_id
-    if ids is None:
-        return []
-    return [ids] if isinstance(ids, int) else list(ids)
+    return [ids] if isinstance(ids, int) else list(ids or [])
 
 
 def read_eos_token_ids(name: str) -> list[int]:
@@ -219,10 +211,7 @@ class FrozenHead:
     def __init__(self, target: PreTrainedModel, device: torch.device | str):
         embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
         if head is None:
-            raise ValueError(
-                f"{type(target).__name__} has no output head, which the drafter's logits go through. Load the target "
-                "with AutoModelForCausalLM."
-            )
+            raise ValueError(f"{type(target).__name__} has no output head; load it with AutoModelForCausalLM.")
         # One deepcopy of both keeps a tied weight tied.
         pair = nn.ModuleList([embedding, head])
         if not all(is_on(p, device) for p in pair.parameters()):
@@ -232,8 +221,8 @@ class FrozenHead:
         self.embedding_weight: torch.Tensor = self.embedding.get_parameter("weight")
         if self.embedding_weight.dtype not in COMPUTE_TYPES:
             raise ValueError(
-                f"The target's embedding is stored as {self.embedding_weight.dtype}, but the drafter reads its rows "
-                "as they are. Quantise the target without its embedding, as most methods do."
+                f"The target's embedding is stored as {self.embedding_weight.dtype}, and the drafter reads its rows. "
+                "Quantise the target without its embedding."
             )
         self.head_dtype: torch.dtype = head_place(self.embedding_weight, self.head)[1]
         self.vocab_size: int = self.embedding_weight.shape[0]
@@ -244,10 +233,7 @@ class FrozenHead:
         return block_inputs(self.embedding_weight, anchor_token_ids, mask_token_id, block_size)
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits `[..., V]` of the drafter's output `[..., D]`, multiplied in the type of the head.
-
-        Where the target scales its logits or caps them softly, these are scaled and capped too.
-        """
+        """Logits `[..., V]` of the drafter's output `[..., D]`, scaled and capped where the target's are."""
         return self._transform(self.head(hidden_states.to(self.head_dtype)))
 
 
@@ -300,10 +286,7 @@ class _LastTapRead(Exception):
 def read_taps(
     decoder: nn.Module, layers: nn.ModuleList, target_layer_ids: Sequence[int], final_states: bool, **inputs: Any
 ) -> list[torch.Tensor]:
-    """Outputs `[B, T, D]` of the tapped ones of a decoder's layers; hooks live only during the forward.
-
-    With `final_states` all layers run, and the states after the final norm come last.
-    """
+    """Outputs `[B, T, D]` of the tapped layers, and with `final_states` those of the final norm, by passing hooks."""
     taps: dict[int, torch.Tensor] = {}
     final = []
 
@@ -332,7 +315,7 @@ def packed_features(forward: PackedForward, input_ids: torch.Tensor, pieces: Seq
     for group in groups_in_order(pieces):
         row = packed_row(group, width, min(rows * width, MAX_FORWARD_TOKENS), input_ids.device)
         taps = forward.hidden_states(input_ids.flatten()[row.indices][None], row)
-        output = taps[-1].new_zeros(rows * width, _width(taps)) if output is None else output
+        output = taps[-1].new_zeros(rows * width, sum(t.shape[-1] for t in taps)) if output is None else output
         places = row.indices[: row.num_tokens]
         for tap, part in zip(taps, output.chunk(len(taps), dim=-1), strict=True):
             part.index_copy_(0, places, tap[0, : row.num_tokens])
@@ -351,7 +334,7 @@ def padded_features(
             padded[i, :length] = input_ids[row, start : start + length]
         taps = read_taps(input_ids=padded, use_cache=False)
         # The taps of a target that is spread over devices end on the last one.
-        output = taps[-1].new_zeros(*input_ids.shape, _width(taps)) if output is None else output
+        output = taps[-1].new_zeros(*input_ids.shape, sum(t.shape[-1] for t in taps)) if output is None else output
         for tap, part in zip(taps, output.chunk(len(taps), dim=-1), strict=True):
             for i, (row, start, length) in enumerate(group):
                 part[row, start : start + length] = tap[i, :length]
@@ -359,42 +342,30 @@ def padded_features(
     return output
 
 
-def _width(taps: list[torch.Tensor]) -> int:
-    return sum(tap.shape[-1] for tap in taps)
+_CUDNN_LOCK = Lock()
+_CUDNN_BEFORE: list[bool] = []  # what was there, once for each user
 
 
-class VariedLengths:
-    """Leaves cuDNN out of `scaled_dot_product_attention` while someone works on lengths that change.
+@contextmanager
+def varied_lengths() -> Iterator[None]:
+    """Leave cuDNN out of `scaled_dot_product_attention` while someone works on lengths that change.
 
     On Hopper GPUs recent versions of torch prefer cuDNN's attention, which plans anew for each shape it has not seen:
     some 40 ms on the host, in every round of decoding, and for every new length of a document. Flash attention and the
     memory-efficient kernel need no plan. The choice is one of the whole process, so that threads which work at the
-    same time share it: the first one switches cuDNN off, the last one gives back what was there. Whoever runs
-    attention beside them holds it too, as a trainer does all along: otherwise its kernels would change with theirs.
+    same time share it: the last one gives back what was there. Whoever runs attention beside them holds it too, as a
+    trainer does all along: otherwise its kernels would change with theirs.
     """
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._users = 0
-        self._before = True
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        with self._lock:
-            if self._users == 0:
-                self._before = torch.backends.cuda.cudnn_sdp_enabled()
-                torch.backends.cuda.enable_cudnn_sdp(False)
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if self._users == 0:
-                    torch.backends.cuda.enable_cudnn_sdp(self._before)
-
-
-varied_lengths = VariedLengths()
+    with _CUDNN_LOCK:
+        _CUDNN_BEFORE.append(_CUDNN_BEFORE[0] if _CUDNN_BEFORE else torch.backends.cuda.cudnn_sdp_enabled())
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        with _CUDNN_LOCK:
+            before = _CUDNN_BEFORE.pop()
+            if not _CUDNN_BEFORE:
+                torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 # Two short documents that end within a chunk of the kernels and behind one.
@@ -405,46 +376,6 @@ FEWEST_TOKENS = 1024
 # differ by about a third of it; a layer that computes something else soon differs by far more.
 TOLERANCES = {torch.float64: 1e-7, torch.float32: 2e-3}
 LOW_PRECISION_TOLERANCE = 0.01
-
-Reader = Callable[[torch.Tensor, Sequence[Sequence[int]]], torch.Tensor]
-
-
-def packing_fault(
-    packed: Reader, reference: Reader, target_layer_ids: Sequence[int], vocab_size: int, tokens: int
-) -> str | None:
-    """What is wrong with a packed path, by two short documents; None if it may be used.
-
-    Args:
-        packed: Features of documents on the packed path.
-        reference: Features of each document alone.
-        target_layer_ids: Taps of both.
-        vocab_size: Ids to draw from.
-        tokens: Tokens of the row to check with, a third document included: those of the batches to come, so that what
-            is compiled or tuned now fits them; at least `FEWEST_TOKENS`, at most one forward's.
-    """
-    first, second = CHECKED_LENGTHS
-    length = min(max(tokens, FEWEST_TOKENS), MAX_FORWARD_TOKENS)
-    ids = torch.randint(0, vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-    lengths = [[first, second, length - first - second]]
-    try:
-        features = packed(ids, lengths)[0, : first + second]
-    except CannotPack as reason:
-        return str(reason)
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, TypeError) as error:
-        # A compiler that is missing, a kernel that it cannot make for this device, or a forward that takes no more
-        # arguments than it names.
-        return f"it does not run here ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
-    expected = reference(ids[:, : first + second], [[first, second]])[0]
-    for document in (slice(0, first), slice(first, None)):
-        difference = _difference(features[document], expected[document], target_layer_ids)
-        if difference:
-            return f"features differ from those of each document alone, {difference}"
-    ids[0, :first] = (ids[0, :first] + 1) % vocab_size
-    if not torch.equal(packed(ids, lengths)[0, first : first + second], features[first:]):
-        return "a document's features change with those of the document before it"
-    return None
 
 
 def _difference(actual: torch.Tensor, expected: torch.Tensor, target_layer_ids: Sequence[int]) -> str | None:
@@ -466,21 +397,17 @@ def keep_tuned_kernels() -> Path | None:
     kernels that other libraries tune would lie in one folder after the first launch and be looked for in another at
     the second. Returns None, and says so, where Triton's own folder cannot be written.
     """
+    if given := os.environ.get("TRITON_CACHE_DIR"):
+        return Path(given)
     # As Triton has it, which takes "~" itself where a user has no home.
-    own = Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache")
-    folder = Path(os.environ.get("TRITON_CACHE_DIR") or own)
-    os.environ["TRITON_CACHE_DIR"] = str(folder)
+    folder = Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache")
     with suppress(OSError):
-        if folder == own:
-            folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     # One that is there may be another user's.
-    if folder == own and not os.access(folder, os.W_OK | os.X_OK):
-        del os.environ["TRITON_CACHE_DIR"]
-        logger.warning(
-            f"{folder} cannot be written, so kernels may be tuned at each launch, for a minute. Set TRITON_CACHE_DIR "
-            "to a folder that stays."
-        )
+    if not os.access(folder, os.W_OK | os.X_OK):
+        logger.warning(f"{folder} cannot be written, so kernels are tuned at each launch. Set TRITON_CACHE_DIR.")
         return None
+    os.environ["TRITON_CACHE_DIR"] = str(folder)
     return folder
 
 
@@ -491,16 +418,14 @@ class FrozenTarget:
 
     Args:
         model (`str`, `Path` or `PreTrainedModel`):
-            Hub id or folder, loaded by `AutoModelForCausalLM` and cut after the last tap, or a loaded model, which is
-            frozen but keeps all its layers.
+            Hub id or folder, loaded and cut after the last tap, or a loaded model, frozen as it is.
         target_layer_ids (`list[int]`): Taps: 0-based decoder layers whose outputs are read.
         device: Where the target runs; None leaves it where it is.
         packed (`bool`, *optional*):
             Whether documents may share a row of the target's forward, where its layers allow it and after a check at
             the first call; by default on CUDA.
         compile_target: Whether to compile, on CUDA, the layers of a Qwen3.5/3.6 target, which takes up to a minute
-            (quantised ones are left as they are), or the attention of other targets over packed documents, which
-            takes some seconds and is what makes small targets fast.
+            (quantised ones are left as they are), or the attention of other targets over packed documents.
         allow_slow_target: Whether a hybrid target may run on CUDA without flash-linear-attention.
         final_states: Whether all layers are kept and run, for objectives that compare with the target's distribution.
         **init_kwargs: Arguments of `AutoModelForCausalLM.from_pretrained`.
@@ -552,18 +477,17 @@ class FrozenTarget:
         if PackedQwen35.fits(decoder):
             compiled = compiled and not _quantised(self.model)
             return PackedQwen35(decoder, self.target_layer_ids, compiled, final_states=self.final_states)
-        compiled = compiled and PackedDense.compiles(decoder)
-        if compiled or PackedDense.fits(decoder):
-            return PackedDense(decoder, self._read_taps, compiled)
-        self._say_padded(
-            "only Qwen3.5/3.6 layers, full attention by sdpa and, compiled on a GPU, sliding attention are packed"
-        )
+        if compiled and PackedDense.compiles(decoder):
+            return PackedDense(decoder, self._read_taps, compiled_function(flex_documents))
+        if PackedDense.fits(decoder):
+            return PackedDense(decoder, self._read_taps)
+        self._say_padded("only Qwen3.5/3.6, full attention by sdpa and, compiled, sliding attention are packed")
         return None
 
     def _say_padded(self, reason: str) -> None:
         logger.warning(
-            f"Documents cannot share a row of this {type(self.model).__name__}: {reason}. Each runs in a row of its "
-            "own instead, which is right and slower."
+            f"Documents cannot share a row of this {type(self.model).__name__}: {reason}. Each runs in its own row, "
+            "which is right and slower."
         )
 
     @property
@@ -580,17 +504,15 @@ class FrozenTarget:
         if self._unchecked is None or self.device.type != "cuda" or not isinstance(self._unchecked, PackedQwen35):
             return None
         kept = "at each launch" if self._kernel_folder is None else f"once per machine (kept in {self._kernel_folder})"
-        return (
-            f"The target's layers are compiled and its kernels tuned before the first step: a minute or two, {kept}."
-        )
+        return f"The target's layers are compiled and tuned before the first step: a minute or two, {kept}."
 
     def check_drafter(self, config: DFlashDraftConfig) -> None:
         """Raise a ValueError for a drafter that was made for another target or other taps."""
         check_fits(config, self.config, self.model.get_input_embeddings().weight.shape[0])
         if config.target_layer_ids != self.target_layer_ids:
             raise ValueError(
-                f"The drafter's target_layer_ids is {config.target_layer_ids}, the FrozenTarget's is "
-                f"{self.target_layer_ids}. Make the FrozenTarget with the drafter's config.target_layer_ids."
+                f"The drafter's target_layer_ids is {config.target_layer_ids}, the FrozenTarget's "
+                f"{self.target_layer_ids}. Give both the same."
             )
 
     @torch.no_grad()
@@ -601,8 +523,8 @@ class FrozenTarget:
 
         Where the target can be packed, documents run one after another in one row, and every mixing layer gets their
         borders. Elsewhere they run one per right-padded row without attention mask or position ids: padding on the
-        right changes nothing before it. Either way no state of a linear-attention layer crosses a border. On a GPU
-        nothing waits for the device after the first call, so that a worker thread can run ahead.
+        right changes nothing before it. On a GPU nothing waits for the device after the first call, so that a worker
+        thread can run ahead.
 
         Args:
             input_ids (`torch.Tensor` of shape `[B, T]`): Packed token ids.
@@ -618,10 +540,7 @@ class FrozenTarget:
     def all_hidden_states(
         self, input_ids: torch.Tensor, document_lengths: Sequence[Sequence[int]] | None = None
     ) -> torch.Tensor:
-        """[`context_hidden_states`], and with `final_states` the states after the target's final norm behind them.
-
-        `[B, T, K * D]`, or `[B, T, (K + 1) * D]` with `final_states`.
-        """
+        """[`context_hidden_states`]; with `final_states` `[B, T, (K + 1) * D]`, those after the final norm last."""
         rows, width = input_ids.shape
         if document_lengths is None:
             document_lengths = [[width]] * rows
@@ -665,24 +584,48 @@ class FrozenTarget:
         return self._packed
 
     def _packing_fault(self, packed: PackedForward, tokens: int) -> str | None:
-        """[`packing_fault`] of a packed path, against the target's own forward of each document alone."""
+        """What is wrong with a packed path, by two short documents and the target's own forward of each; or None.
+
+        The checked row has the `tokens` of the batches to come, a third document included, so that what is compiled
+        or tuned now fits them; at least `FEWEST_TOKENS`, at most one forward's.
+        """
         taps = self.target_layer_ids
         if isinstance(packed, PackedQwen35):
             # No deeper than one layer of each kind: all others run the same kernels, and the check is quicker.
             kinds = [layer.block_type for layer in self.layers[: taps[-1] + 1]]
             taps = [max(kinds.index(kind) for kind in set(kinds))]
             packed = packed.tapped(taps)
-        read = partial(read_taps, self.model.get_decoder(), self.layers, taps, False)
+        first, second = CHECKED_LENGTHS
+        both = first + second
+        length = min(max(tokens, FEWEST_TOKENS), MAX_FORWARD_TOKENS)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, self.config.vocab_size, (1, length), generator=generator)
+        pieces = document_pieces([[first, second, length - both]], length)
 
-        def packed_reader(ids: torch.Tensor, lengths: Sequence[Sequence[int]]) -> torch.Tensor:
-            features = packed_features(packed, ids.to(self.device), document_pieces(lengths, ids.shape[1]))
+        def features_of_both() -> torch.Tensor:
             # A dense target's final states come behind its taps.
-            return features[..., : len(taps) * self.config.hidden_size]
+            width = len(taps) * self.config.hidden_size
+            return packed_features(packed, ids.to(self.device), pieces)[0, :both, :width]
 
-        def reference(ids: torch.Tensor, lengths: Sequence[Sequence[int]]) -> torch.Tensor:
-            return padded_features(read, ids.to(self.device), document_pieces(lengths, ids.shape[1]))
-
-        return packing_fault(packed_reader, reference, taps, self.config.vocab_size, tokens)
+        try:
+            features = features_of_both()
+        except CannotPack as reason:
+            return str(reason)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError) as error:
+            # A compiler that is missing, a kernel that it cannot make for this device, or a forward that takes no
+            # more arguments than it names.
+            return f"it does not run here ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
+        read = partial(read_taps, self.model.get_decoder(), self.layers, taps, False)
+        expected = padded_features(read, ids[:, :both].to(self.device), pieces[:2])[0]
+        for document in (slice(0, first), slice(first, None)):
+            if difference := _difference(features[document], expected[document], taps):
+                return f"features differ from those of each document alone, {difference}"
+        ids[0, :first] = (ids[0, :first] + 1) % self.config.vocab_size
+        if not torch.equal(features_of_both()[first:], features[first:]):
+            return "a document's features change with those of the document before it"
+        return None
 
 
 def _quantised(model: Any) -> bool:
@@ -692,20 +635,15 @@ def _quantised(model: Any) -> bool:
 
 
 def random_target(
-    config: PreTrainedConfig,
-    target_layer_ids: list[int],
-    device: torch.device | str,
-    dtype: torch.dtype | str = torch.bfloat16,
-    seed: int = 0,
-    **options: Any,
-) -> FrozenTarget:
+    config: PreTrainedConfig, target_layer_ids: list[int], device: torch.device | str,
+    dtype: torch.dtype | str = torch.bfloat16, seed: int = 0, **options: Any,
+) -> FrozenTarget:  # fmt: skip
     """A target with the shape of a real one and random weights, made on its device: nothing passes through the host.
 
-    Its speed and memory are those of the real one; what a drafter learns from it is worth nothing. `config` is the
-    text model's, `dtype` a torch type or its name; `options` are further arguments of [`FrozenTarget`].
+    `config` is the text model's, `dtype` a torch type or its name; `options` are further arguments of
+    [`FrozenTarget`]. What a drafter learns from it is worth nothing.
     """
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype)
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     with torch.random.fork_rng(devices=[device] if torch.device(device).type == "cuda" else []):
         torch.manual_seed(seed)
         with torch.device(device):
@@ -725,3 +663,40 @@ def synthetic_documents(
     ids = torch.randint(0, vocab_size - 1, (count, length), generator=generator)
     ids += ids >= mask_token_id
     return [{"input_ids": row.tolist(), "supervised_spans": [[length // 16, length]]} for row in ids]
+
+
+# Of the published drafters, by the target's model type and vocabulary.
+KNOWN_MASK_TOKENS = {
+    ("qwen3", 151936): 151669,
+    ("qwen3_moe", 151936): 151669,
+    ("qwen3_5_text", 248320): 248070,
+    ("qwen3_5_moe_text", 248320): 248070,
+}
+RESERVED_TOKEN = re.compile(
+    r"[<\[]\|?(?:reserved|unused|extra|control|special|dummy|placeholder)\w*?\d+\|?[>\]]", re.IGNORECASE
+)
+
+
+def mask_token_for(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> int:
+    """A token id that texts never hold, for the slots to be drafted: the published one, a reserved one, a padding row.
+
+    `config` is the target's text configuration. Without such an id a ValueError names special tokens that may serve.
+    """
+    if (known := KNOWN_MASK_TOKENS.get((config.model_type, config.vocab_size))) is not None:
+        return known
+    if tokenizer is None:
+        raise ValueError("Without a tokenizer no mask token can be chosen: give processing_class, or a mask_token_id.")
+    vocabulary, template = tokenizer.get_vocab(), str(tokenizer.chat_template)
+    reserved = [i for token, i in vocabulary.items() if RESERVED_TOKEN.fullmatch(token) and token not in template]
+    taken = set(vocabulary.values())
+    padding = (i for i in range(config.vocab_size) if i not in taken)
+    found = min((i for i in reserved if i < config.vocab_size), default=next(padding, None))
+    if found is not None:
+        return found
+    used = {tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token, tokenizer.unk_token}
+    added = {i: str(token) for i, token in sorted(tokenizer.added_tokens_decoder.items())}
+    special = [f"{i} ({token})" for i, token in added.items() if token not in used and token not in template]
+    raise ValueError(
+        "The target's tokenizer reserves no token and its embedding has no free row for the slots to be drafted. Give "
+        f"--mask_token_id, a special token that your texts never hold, such as {', '.join(special[-3:])}."
+    )

@@ -68,16 +68,13 @@ def check_drafter(target: PreTrainedModel, drafter: DFlashDraftModel) -> None:
         raise ValueError(f"The target has {depth} of its {expected} layers, cut for training. Decode with all of it.")
 
 
-def prompt_row(
-    target: PreTrainedModel, prompt: Any, name: str = "input_ids", may_be_flat: bool = False
-) -> torch.Tensor:
-    """A prompt of shape `[1, n]`, or `[n]` if it may be flat, as `[1, n]` in int64; refused under its `name`."""
-    ids = torch.as_tensor(prompt)
-    row = ids[None] if may_be_flat and ids.dim() == 1 else ids
+def prompt_row(target: PreTrainedModel, prompt: Any, name: str = "input_ids") -> torch.Tensor:
+    """A prompt of shape `[1, n]` in int64; one that the target cannot read is refused under its `name`."""
+    row = torch.as_tensor(prompt)
     if row.dim() != 2 or row.shape[0] != 1 or row.shape[1] == 0 or row.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"{name} has the shape {list(ids.shape)} and the type {ids.dtype}; expected token ids, whole numbers of "
-            "shape [1, n] with n >= 1: prompts are decoded one by one."
+            f"{name} has the shape {list(row.shape)} and the type {row.dtype}; expected the token ids of one prompt, "
+            "whole numbers of shape [1, n] with n >= 1."
         )
     smallest, largest = torch.stack([row.min(), row.max()]).tolist()
     rows = _embedding_table(target).shape[0]
@@ -106,7 +103,7 @@ def _check_budget(target: PreTrainedModel, drafter: DFlashDraftModel, prompt_len
         )
 
 
-def check_supported(
+def _check_supported(
     processors: LogitsProcessorList,
     criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
@@ -122,7 +119,7 @@ def check_supported(
         lost.append("return_dict_in_generate")
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     if mask is not None and not mask.all():
-        lost.append("an attention_mask with zeros (give one prompt at a time, without padding)")
+        lost.append("an attention_mask with zeros")
     if positions is not None and (positions != torch.arange(positions.shape[-1]).to(positions)).any():
         lost.append("position_ids other than 0, 1, 2, ..")
     for name, value in model_kwargs.items():
@@ -132,21 +129,20 @@ def check_supported(
             lost.append(name)
     if lost:
         raise ValueError(
-            f"generate was called with {', '.join(lost)}, whose effect would be lost: speculative decoding knows "
-            "temperature, top_k, top_p and min_p (with do_sample=True), a budget and end-of-sequence tokens. Leave "
-            "the others out, also of the target's generation_config."
+            f"generate was called with {', '.join(lost)}, whose effect would be lost. Speculative decoding takes one "
+            "prompt, temperature, top_k, top_p, min_p, a budget and stop tokens; see the target's generation_config."
         )
 
 
-def check_finite(**logits: torch.Tensor) -> None:
+def _check_finite(**logits: torch.Tensor) -> None:
     """Refuse logits `[.., V]` without a largest number: where both models give none, all drafts would seem right."""
     # One value is read from the device, whatever is checked.
     good = torch.stack([part.amax(dim=-1).isfinite().all() for part in logits.values()]).tolist()
     for name, is_good in zip(logits, good, strict=True):
         if not is_good:
             raise FloatingPointError(
-                f"The {name}'s logits hold NaN or infinity. Its weights are damaged, or its hidden states overflow in "
-                "their type (float16 ends at 65504): check the checkpoint, or use bfloat16 or float32."
+                f"The {name}'s logits hold NaN or infinity: its weights are damaged, or its hidden states overflow in "
+                "their type. Check the checkpoint, or use bfloat16 or float32."
             )
 
 
@@ -158,11 +154,11 @@ MAX_WAITING = 48
 
 
 class DecodingState:
-    """The caches of one prompt's decoding; use as a context manager.
+    """The caches of one prompt's decoding; a context manager.
 
-    The first call is `prefill`; a round is `draft`, `verify`, `commit`. Both models are in eval mode. Without
-    `use_cache` all known tokens are read in every forward, which is right for a target whose caches cannot be rolled
-    back too.
+    The first call is `prefill`, and a round is `draft`, `verify`, `commit`.
+    Both models are in eval mode. Without `use_cache` every forward reads all known tokens, which also works for a
+    target whose caches cannot be rolled back.
     """
 
     def __init__(self, target: PreTrainedModel, drafter: DFlashDraftModel, use_cache: bool = True):
@@ -321,16 +317,13 @@ def draft_forward(
     context: torch.Tensor,
     cache: DFlashCache | None = None,
 ) -> torch.Tensor:
-    """The drafter's logits `[b - 1, V]` for the slots after an anchor, before the target's scale or cap on logits.
+    """The drafter's logits `[b - 1, V]` for the slots after an anchor `[1, 1]`, before the target's scale or cap.
 
-    Args:
-        target: The target, whose embeddings and head the drafter uses; the logits are on the head's device.
-        drafter: The drafter.
-        anchor (`torch.Tensor` of shape `[1, 1]`): The last known token.
-        context (`torch.Tensor` of shape `[1, S, K * D]`): Taps of the tokens before it that the cache does not hold,
-            on the drafter's device.
-        cache: The drafter's keys and values of the tokens before those.
+    `context` `[1, S, K * D]` holds the taps of the tokens before the anchor that the cache does not hold, on the
+    drafter's device; the logits are on the head's.
     """
+    # Not `losses.draft_blocks`, which writes a mask and positions for many anchors of packed rows: with a cache the
+    # drafter makes both itself, for one block. Both take their inputs from `block_inputs` and run the same forward.
     config: Any = drafter.config
     # The rows of the table themselves: some targets scale them on their way in.
     table, head = _embedding_table(target), target.get_output_embeddings()
@@ -352,15 +345,10 @@ class Greedy:
     def verify(
         self, drafts: torch.Tensor, proposed_from: torch.Tensor | None, logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Accept the drafts that are the target's own tokens.
+        """Accept the drafts `[B, b - 1]` that are the target's own tokens, by its logits `[B, b, V]`.
 
-        Args:
-            drafts (`torch.Tensor` of shape `[B, b - 1]`): Proposed tokens; none for the token after a prompt.
-            proposed_from (`torch.Tensor` of shape `[B, b - 1, V]`): What `propose` drew them from.
-            logits (`torch.Tensor` of shape `[B, b, V]`): The target's, for the same slots and one more.
-
-        Returns:
-            The number of accepted drafts `[B]`, and the tokens `[B, b]` of which as many and one more are committed.
+        `proposed_from` `[B, b - 1, V]` is what `propose` drew them from. Returns the number of accepted drafts `[B]`,
+        and the tokens `[B, b]` of which as many and one more are committed.
         """
         predicted = logits.argmax(dim=-1)
         accepted = (drafts == predicted[:, :-1]).long().cumprod(dim=1).sum(dim=1)
@@ -372,8 +360,8 @@ class Greedy:
 class Sampling:
     """Tokens with the target's distribution after logits processors that look at one position alone.
 
-    With `sample_drafts` drafts are drawn from the drafter's distribution, else its most likely tokens are proposed (as
-    servers do unless told otherwise). The generator, by default the global one, is on the logits' device.
+    With `sample_drafts` drafts are drawn from the drafter's distribution; otherwise its most likely tokens are
+    proposed, as servers do by default. The generator, by default the global one, is on the logits' device.
     """
 
     processors: LogitsProcessorList
@@ -445,8 +433,8 @@ class Sampling:
         # Drawing waits for the device anyway.
         if not flat.sum(dim=-1).isfinite().all():
             raise FloatingPointError(
-                "There is nothing to draw from: logits hold NaN or infinity, by damaged weights, hidden states that "
-                "overflow in float16, or a temperature too near to 0 (use 0)."
+                "There is nothing to draw from: logits hold NaN or infinity. Check the weights, use bfloat16 or "
+                "float32, or temperature 0 in place of one very near to it."
             )
         return torch.multinomial(flat, 1, generator=self.generator)[:, 0].view(weights.shape[:-1])
 
@@ -530,7 +518,7 @@ def _decode(
     accepted: list[int] = []
     with evaluation_mode(target, drafter), DecodingState(target, drafter, use_cache) as state:
         logits = state.prefill(known).to(known.device)
-        check_finite(target=logits)
+        _check_finite(target=logits)
         # A verification without drafts.
         known = torch.cat([known, sampling.verify(known[:, :0], None, logits[None])[1]], dim=1)
         while known.shape[1] < limit and known[0, -1].item() not in stop:
@@ -539,7 +527,7 @@ def _decode(
             drafts, proposed_from = sampling.propose(draft_logits)
             # The block always has b slots: how much of it fits is the cut's business.
             logits = state.verify(anchor, drafts[0])[None].to(known.device)
-            check_finite(target=logits, drafter=draft_logits)
+            _check_finite(target=logits, drafter=draft_logits)
             num_accepted, tokens = sampling.verify(drafts, proposed_from, logits)
             # Those of them within the budget, up to a stop token.
             right = tokens[0, : min(int(num_accepted[0]) + 1, limit - known.shape[1])].tolist()
@@ -575,7 +563,7 @@ def speculative_decoding(
     if drafter is None:
         raise ValueError("generate was called without a drafter; pass drafter= beside custom_generate=.")
     check_drafter(model, drafter)
-    check_supported(logits_processor, stopping_criteria, generation_config, model_kwargs)
+    _check_supported(logits_processor, stopping_criteria, generation_config, model_kwargs)
     known = prompt_row(model, input_ids)
     sampling: Greedy | Sampling = Greedy()
     if generation_config.do_sample:

@@ -24,7 +24,6 @@ from .masking import block_position_ids, training_masks
 
 OBJECTIVES = ("cross_entropy", "dpace", "kl", "total_variation", "lk", "lk_hybrid", "expected_acceptance")
 SLOT_WEIGHTS = ("decay", "dpace")
-LOWEST_TEMPERATURE = 1e-3
 # How fast the hybrid of arXiv 2602.23881 turns from KL to total variation as the acceptance grows.
 LK_DECAY = 3.0
 # Logits of one chunk are kept only while the chunk is worked on: 2**27 of them in fp32 are half a gigabyte, 2**29 in
@@ -40,8 +39,7 @@ DEVICE_CHUNK_LOGITS = 2**29
 class SlotTerms:
     """What is read off the logits of single slots; objectives with equal terms share one compiled function.
 
-    Beside the cross-entropy that is a divergence from the target's distribution at some temperature: "kl",
-    "total_variation", "lk", "lk_hybrid" or "overlap" (the probability that a draft is accepted).
+    Beside the cross-entropy that may be a divergence from the target's distribution at some temperature.
     """
 
     divergence: str | None = None
@@ -101,48 +99,46 @@ def _divergence(name: str, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Te
 # --- terms [M, b-1, C] (0 where nothing counts) and what counts, [M, b-1].
 
 
-@dataclass(frozen=True)
-class DecayedCrossEntropy:
-    """Cross-entropy with weights `exp(-(k-1)/gamma)` for slot k, divided by their sum (arXiv 2602.06036)."""
+class _WeightedCrossEntropy:
+    """Its `weights` `[M, b-1]` follow from the detached cross-entropies `[M, b-1]` and from what counts."""
 
-    gamma: float
     slot_terms = SlotTerms()
-
-    def weights(self, losses: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-        """Weights `[M, b-1]` from the detached cross-entropies `[M, b-1]` (0 where uncounted) and what counts."""
-        slots = torch.arange(counted.shape[-1], device=counted.device, dtype=torch.float32)
-        return torch.exp(-slots / self.gamma) * counted
+    weights: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
     def block_losses(self, terms: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
         return self.weights(terms[..., 0].detach(), counted) * terms[..., 0]
 
+
+@dataclass(frozen=True)
+class DecayedCrossEntropy(_WeightedCrossEntropy):
+    """Cross-entropy with weights `exp(-(k-1)/gamma)` for slot k, divided by their sum (arXiv 2602.06036)."""
+
+    gamma: float
+
+    def weights(self, losses: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+        slots = torch.arange(counted.shape[-1], device=counted.device, dtype=torch.float32)
+        return torch.exp(-slots / self.gamma) * counted
+
     def normalizer(self, counted: torch.Tensor) -> torch.Tensor:
-        # The losses decide over none of them.
+        # The losses decide over none of these weights.
         return self.weights(counted, counted).sum()
 
 
 @dataclass(frozen=True)
-class DPace:
+class DPace(_WeightedCrossEntropy):
     """Weights that follow the drafter's own probability of reaching a slot, divided by the number of counted slots.
 
-    With q the probability of the label, `s = (1 - alpha) q + alpha` and `w_k = sum over m >= k of s_1 ... s_m`.
-
-    Args:
-        alpha: Smoothing in [0, 1]; 1 weights slots by their distance to the end of the chain alone, 0 gives the
-            gradient of the expected number of accepted drafts.
+    With q the probability of the label, `s = (1 - alpha) q + alpha` and `w_k = sum over m >= k of s_1 ... s_m`. An
+    `alpha` of 1 weights slots by their distance to the end of the chain alone, 0 gives the gradient of the expected
+    number of accepted drafts.
     """
 
     alpha: float = 0.5
-    slot_terms = SlotTerms()
 
     def weights(self, losses: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-        """Weights `[M, b-1]` from the detached cross-entropies `[M, b-1]` (0 where uncounted) and what counts."""
         smoothed = (1 - self.alpha) * torch.exp(-losses) + self.alpha
         reached = torch.where(counted, smoothed, torch.ones_like(smoothed)).cumprod(dim=-1) * counted
         return reached.flip(-1).cumsum(dim=-1).flip(-1) * counted
-
-    def block_losses(self, terms: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-        return self.weights(terms[..., 0].detach(), counted) * terms[..., 0]
 
     def normalizer(self, counted: torch.Tensor) -> torch.Tensor:
         return counted.sum().float()
@@ -150,18 +146,12 @@ class DPace:
 
 @dataclass(frozen=True)
 class Distillation:
-    """A comparison with the target's distribution, mixed with a weighted cross-entropy.
+    """A comparison with the target's distribution at a temperature, mixed with a share of weighted cross-entropy.
 
-    With "overlap" the objective is the expected acceptance: slot k is accepted with probability `a_1 ... a_k`, where a
-    is the overlap of both distributions. Its loss is one less that product, so that the sum over a block is its length
-    less its expected number of accepted drafts.
-
-    Args:
-        divergence: "kl", "total_variation", "lk" or "lk_hybrid" (arXiv 2602.23881), whose slots are weighted, or
-            "overlap".
-        weighting: Weights of the slots. Its normaliser is used too, but with "overlap" that is the counted slots.
-        temperature: Temperature of the target's distribution.
-        cross_entropy_share: Share in [0, 1] of the cross-entropy with the given token.
+    The divergence is "kl", "total_variation", "lk" or "lk_hybrid" (arXiv 2602.23881), whose slots are weighted, or
+    "overlap", the expected acceptance: slot k is accepted with probability `a_1 ... a_k`, where a is the overlap of
+    both distributions. Its loss is one less that product, so that the sum over a block is its length less its
+    expected number of accepted drafts, and its normaliser is the number of counted slots.
     """
 
     divergence: str
@@ -221,52 +211,16 @@ def make_objective(
 ) -> Objective:
     """An objective by its name in `OBJECTIVES`, of which all but the first two compare with the target's distribution.
 
-    The other arguments are those of [`DFlashTrainingArguments`]; the default `gamma` follows from the block size.
-
-    Raises:
-        ValueError: For an unknown name or a value outside its range.
+    The other arguments are those of [`DFlashTrainingArguments`], which refuse values outside their ranges; the default
+    `gamma` follows from the block size. An unknown name is a ValueError.
     """
-    gamma = default_gamma(block_size) if gamma is None else gamma
-    _check_objective(name, gamma, alpha, slot_weights, temperature, cross_entropy_share)
-    decay, dpace = DecayedCrossEntropy(gamma), DPace(alpha)
+    if name not in OBJECTIVES:
+        raise ValueError(f"objective={name!r} is unknown; choose one of {', '.join(OBJECTIVES)}.")
+    decay, dpace = DecayedCrossEntropy(default_gamma(block_size) if gamma is None else gamma), DPace(alpha)
     if not compares_distributions(name):
         return decay if name == "cross_entropy" else dpace
     divergence = "overlap" if name == "expected_acceptance" else name
     return Distillation(divergence, decay if slot_weights == "decay" else dpace, temperature, cross_entropy_share)
-
-
-def objective_of(args: Any, block_size: int) -> Objective:
-    """[`make_objective`] with the values of training arguments."""
-    gamma, alpha, weights = args.loss_gamma, args.dpace_alpha, args.slot_weights
-    return make_objective(
-        args.objective, block_size, gamma, alpha, weights, args.loss_temperature, args.cross_entropy_share
-    )
-
-
-def _check_objective(
-    name: str, gamma: float, alpha: float, slot_weights: str | None, temperature: float, cross_entropy_share: float
-) -> None:
-    # Each test is false for nan too.
-    wanted = [
-        (name in OBJECTIVES, f"objective={name!r} is unknown; choose one of {', '.join(OBJECTIVES)}."),
-        (gamma > 0, f"loss_gamma={gamma} must be positive: it is the decay length of the weights in slots."),
-        (0 <= alpha <= 1, f"dpace_alpha={alpha} must lie in [0, 1]: it mixes the drafter's probability with 1."),
-        (slot_weights in (None, *SLOT_WEIGHTS), f"slot_weights={slot_weights!r}: choose {' or '.join(SLOT_WEIGHTS)}."),
-        (
-            LOWEST_TEMPERATURE <= temperature < float("inf"),
-            f"loss_temperature={temperature} must be finite and at least {LOWEST_TEMPERATURE}, or the target's logits "
-            "overflow. 0.1 is nearly its greedy choice.",
-        ),
-        (0 <= cross_entropy_share <= 1, f"cross_entropy_share={cross_entropy_share} must lie in [0, 1]."),
-        (
-            compares_distributions(name) or (slot_weights, temperature, cross_entropy_share) == (None, 1.0, 0.0),
-            f"slot_weights, loss_temperature and cross_entropy_share have no effect on objective={name!r}, which does "
-            f"not compare with the target's distribution. Leave them unset, or choose one of {OBJECTIVES[2:]}.",
-        ),
-    ]
-    for holds, sentence in wanted:
-        if not holds:
-            raise ValueError(sentence)
 
 
 # --- The loss through the target's frozen head: sums, never means.
@@ -274,10 +228,10 @@ def _check_objective(
 
 @dataclass
 class BlockSums:
-    """Sums over blocks on the device of the loss, added up over micro-batches and ranks and read once per log.
+    """Sums over blocks, on the device of the loss, added up over micro-batches and ranks and read once per log.
 
-    `values` is a vector: loss, normaliser, blocks, committed, full blocks, committed in full blocks, then for slots
-    1..b-1 the counted ones, then the right ones.
+    `values` holds loss, normaliser, blocks, committed tokens, full blocks, tokens committed in full blocks, then for
+    slots 1..b-1 the counted ones, then the right ones.
     """
 
     values: torch.Tensor
@@ -288,7 +242,7 @@ class BlockSums:
 
     @staticmethod
     def of(loss: torch.Tensor, normalizer: torch.Tensor, counted: torch.Tensor, right: torch.Tensor) -> "BlockSums":
-        """The sums of blocks, from what counts and what is right among it, `[M, b-1]` each."""
+        """The sums of some blocks; `counted` and `right` (only where counted) are `[M, b-1]` each."""
         length = counted.sum(dim=1)
         accepted = right.long().cumprod(dim=1).sum(dim=1)
         full = length == counted.shape[1]
@@ -318,9 +272,7 @@ class BlockSums:
             "accuracy": sum(right) / max(sum(counted), 1),
             "full_blocks": full / max(blocks, 1),
         }
-        for k in range(slots):
-            metrics[f"accuracy_slot_{k + 1}"] = right[k] / max(counted[k], 1)
-        return metrics
+        return metrics | {f"accuracy_slot_{k + 1}": right[k] / max(counted[k], 1) for k in range(slots)}
 
 
 @dataclass(frozen=True)
@@ -353,7 +305,7 @@ def _chunks(
 ) -> tuple[torch.Tensor, list[_Chunk]]:
     """The flat indices of the slots, counted ones first, and chunks of whole blocks of them.
 
-    On a GPU every chunk has as many entries, so that kernels are compiled once: those beyond its own are of later
+    On a GPU all chunks are of one size, so that kernels are compiled once: entries beyond a chunk's own are of later
     chunks or count nothing, and get no weight.
     """
     rows = min(chunk_blocks, labels.shape[0]) * (labels.shape[1] - 1)
@@ -409,11 +361,13 @@ class _FrozenHeadLoss(torch.autograd.Function):
             terms.view(-1, kind.count)[index] = values.detach().to(terms.dtype)
             right.view(-1)[index] = is_right
             part = slice(first_block, end_block)
-            part_loss, part_gradient = _block_loss(objective, terms[part, 1:], counted[part], needs_grad)
-            loss = loss + part_loss
-            if part_gradient is not None:
+            part_terms = terms[part, 1:].detach().requires_grad_(needs_grad)
+            with torch.set_grad_enabled(needs_grad):
+                part_loss = objective.block_losses(part_terms, counted[part]).sum()
+            loss = loss + part_loss.detach()
+            if needs_grad:
                 spread = torch.zeros_like(terms)
-                spread[part, 1:] = part_gradient
+                (spread[part, 1:],) = torch.autograd.grad(part_loss, part_terms)
                 spread = spread.view(-1, kind.count)[index].to(values.dtype)
                 (gradient[index],) = torch.autograd.grad(values, slots, spread)
             del values, slots, expected
@@ -429,16 +383,6 @@ class _FrozenHeadLoss(torch.autograd.Function):
         return gradient * grad_loss.to(gradient.dtype), None, None, None, None, None, None
 
 
-def _block_loss(
-    objective: Objective, terms: torch.Tensor, counted: torch.Tensor, needs_grad: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The summed loss of whole blocks and, if asked for, its gradient in their terms `[M, b-1, C]`."""
-    terms = terms.detach().requires_grad_(needs_grad)
-    with torch.set_grad_enabled(needs_grad):
-        loss = objective.block_losses(terms, counted).sum()
-    return loss.detach(), torch.autograd.grad(loss, terms)[0] if needs_grad else None
-
-
 def frozen_head_loss(
     hidden_states: torch.Tensor,
     labels: torch.Tensor,
@@ -451,12 +395,12 @@ def frozen_head_loss(
 ) -> tuple[torch.Tensor, BlockSums]:
     """Sum of an objective's losses through the target's frozen head, in one pass over chunks of whole blocks.
 
-    Only slots that count are multiplied with the head, the drafter's states and the target's own alike. Returns the
-    sum (not yet normalised; zero with zero gradients where nothing counts) and the sums for metrics.
+    Only slots that count are multiplied with the head. Returns the sum (not yet normalised; zero with zero gradients
+    where nothing counts) and the sums for metrics.
 
     Args:
         hidden_states (`torch.Tensor` of shape `[B, N * b, D]`): The drafter's output.
-        labels (`torch.Tensor` of shape `[B, N, b]`): Token of each slot, -100 where it does not count and in slot 0.
+        labels (`torch.Tensor` of shape `[B, N, b]`): Token of each slot, -100 where it does not count.
         head: The target's frozen head, from `[..., D]` to `[..., V]`; it gets no gradient.
         objective: What is summed.
         vocab_size: `V`, from which the default of `chunk_blocks`, the full blocks per chunk, follows.
@@ -466,10 +410,7 @@ def frozen_head_loss(
     """
     compares = objective.slot_terms.divergence is not None
     if compares and target is None:
-        raise ValueError(
-            f"{objective} compares with the target's distribution, so it needs the target's final hidden states. "
-            "Pass `target`, from FrozenTarget(..., final_states=True)."
-        )
+        raise ValueError(f"{objective} needs the target's states: pass `target`, of FrozenTarget(final_states=True).")
     block_size = labels.shape[-1]
     labels = labels.flatten(0, -2)
     if chunk_blocks is None:
@@ -497,15 +438,9 @@ def draft_blocks(
 ) -> Any:
     """Run the drafter on the blocks at some anchors of a batch, as training, evaluation and the walk do.
 
-    Args:
-        drafter: The drafter, possibly wrapped for distributed training.
-        config: Its [`DFlashDraftConfig`].
-        head: The target's embedding and head on the drafter's device.
-        inputs: A batch of [`DataCollatorForDFlash`] there.
-        context_hidden_states (`torch.Tensor` of shape `[B, T, K * D]`): In the type that the drafter computes in.
-        anchor_positions (`torch.Tensor` of shape `[B, N]`): Row index of each block's anchor, -1 where unused.
-
-    The `last_hidden_state` of what it returns has the shape `[B, N * b, D]`.
+    `inputs` is a batch of [`DataCollatorForDFlash`] on the drafter's device, `context_hidden_states` `[B, T, K * D]`
+    are in the type that the drafter computes in, and `anchor_positions` `[B, N]` are indices into rows, -1 where
+    unused. The `last_hidden_state` of what it returns has the shape `[B, N * b, D]`.
     """
     anchor_ids = inputs["input_ids"].gather(1, anchor_positions.clamp(min=0))
     noise_embeds = head.noise_embeds(anchor_ids, config.mask_token_id, config.block_size)
@@ -559,8 +494,7 @@ def add_context_noise(
     """A copy `[B, T, K * D]` with uniform noise in `(-half_width, half_width)`, drawn from each document's own seed.
 
     However documents are spread over rows, batches and ranks, each sees the same noise: lengths and seeds are those
-    of the documents of each row. A `half_width` of 0 returns the input itself. The sum is taken in fp32 at least, and
-    `dtype` is the result's.
+    of the documents of each row. A `half_width` of 0 returns the input itself. `dtype` is the result's.
     """
     if half_width == 0:
         return context_hidden_states

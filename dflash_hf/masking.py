@@ -31,7 +31,7 @@ TILE = 128
 
 
 def flex_kernel_options(device: torch.device, dtype: torch.dtype, head_dim: int = 128) -> dict[str, int] | None:
-    """`kernel_options` of flex attention for a device and the type of its queries; None where its own choice fits."""
+    """`kernel_options` of flex attention for a device and its queries' type; None where its own choice fits."""
     if device.type != "cuda" or torch.version.cuda is None:
         return None
     properties: Any = torch.cuda.get_device_properties(device)  # its type stub lacks the field
@@ -40,10 +40,10 @@ def flex_kernel_options(device: torch.device, dtype: torch.dtype, head_dim: int 
 
 
 def small_tiles(dtype: torch.dtype, head_dim: int = 128) -> dict[str, int]:
-    """Tiles that fit 100 KB of shared memory with heads of up to 256 channels.
+    """Tiles that fit 100 KB of shared memory with heads of up to 256 channels, by options of both passes.
 
-    The names of these options start with the pass they are for. The forward holds a tile of queries and, per stage,
-    one of keys and one of values; the backward one each of keys, values, queries and output gradients.
+    The forward holds a tile of queries and, per stage, one of keys and one of values; the backward one each of keys,
+    values, queries and output gradients.
     """
     rows = 64 if dtype.itemsize <= 2 else 32
     if head_dim > 128:
@@ -57,15 +57,9 @@ def small_tiles(dtype: torch.dtype, head_dim: int = 128) -> dict[str, int]:
 def seen_tiles(
     first: torch.Tensor, stop: torch.Tensor, num_keys: int, tile: int = TILE
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tiles hold a visible pair and which hold nothing else, where each query sees one stretch of keys.
+    """Which tiles hold a visible pair, and which hold nothing else: boolean `[B, ceil(Q / tile), ceil(keys / tile)]`.
 
-    Args:
-        first, stop (`torch.Tensor` of shape `[B, Q]`): Each query sees the keys from `first` to before `stop`.
-        num_keys: Number of keys.
-        tile: Queries and keys per tile.
-
-    Returns:
-        (touched, full), boolean `[B, ceil(Q / tile), ceil(num_keys / tile)]`.
+    Each query sees one stretch of keys, from `first` to before `stop`, both `[B, Q]`.
     """
     missing = -first.shape[1] % tile
     # The last tile is filled up with its last query, which adds no pair that the tile does not hold.
@@ -101,10 +95,7 @@ def seen_context(
 def block_tiles(
     anchor_positions: torch.Tensor, document_ids: torch.Tensor, block_size: int, window: int | None, tile: int = TILE
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tiles of [`training_masks`]: (partial, full), boolean `[B, ceil(Q / tile), ceil((T + Q) / tile)]`, disjoint.
-
-    In partial tiles the predicate decides, in full ones every query sees every key.
-    """
+    """Tiles `[B, ceil(Q / tile), ceil((T + Q) / tile)]` where the predicate decides, and those where all is seen."""
     num_context, queries = document_ids.shape[1], anchor_positions.shape[1] * block_size
     first, stop = seen_context(anchor_positions, document_ids, block_size, window)
     touched, full = seen_tiles(first, stop, num_context + queries, tile)
@@ -144,9 +135,7 @@ def _tiled_mask(
 def earliest_keys(position_ids: torch.Tensor, window: int | None) -> torch.Tensor:
     """First key `[N]` that each query of a packed row sees; it sees all from there up to itself.
 
-    Args:
-        position_ids (`torch.Tensor` of shape `[1, N]`): Positions, restarting with each document.
-        window: Keys that a query sees, itself included; None for all of its document.
+    `position_ids` `[1, N]` restart with each document; `window` counts the query itself.
     """
     index = torch.arange(position_ids.shape[1], device=position_ids.device)
     start = index - position_ids[0]
@@ -183,14 +172,15 @@ CHUNK_QUERIES = 256
 
 @dataclass(frozen=True)
 class ChunkedMask:
-    """The mask of all blocks, cut into chunks of whole blocks."""
+    """The mask of all blocks, cut into chunks of `chunk_queries` slots, or fewer in the last one.
+
+    A chunk sees the context tokens from the first to before the second of its two `contexts`, and its own slots; its
+    boolean mask over these is `[B, 1, q, context + q]`.
+    """
 
     num_context: int
-    # The last chunk may have fewer.
     chunk_queries: int
-    # First and last (exclusive) context token of each chunk.
     contexts: list[tuple[int, int]]
-    # Boolean mask of each chunk over its context and its own slots, `[B, 1, q, context + q]`.
     masks: list[torch.Tensor]
 
     def dense(self) -> torch.Tensor:
@@ -227,10 +217,9 @@ def chunked_mask(
 def chunked_attention_forward(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: ChunkedMask, **kwargs
 ) -> tuple[torch.Tensor, None]:
-    """transformers' sdpa attention, once per chunk of [`chunked_mask`].
+    """transformers' sdpa attention, once per chunk of [`chunked_mask`]: `[B, Q, H, head_dim]`, and None for weights.
 
-    Queries are the slots of all blocks, `[B, H, Q, head_dim]`; keys and values are the context and then the same
-    slots, `[B, H_kv, T + Q, head_dim]`. Gives `[B, Q, H, head_dim]`, and None for the weights.
+    Queries are the slots of all blocks, keys and values the context and then the same slots.
     """
     sizes = [mask.num_context, key.shape[2] - mask.num_context]
     (context_key, own_key), (context_value, own_value) = key.split(sizes, dim=2), value.split(sizes, dim=2)
@@ -291,16 +280,12 @@ def make_mask_mod(
 
 
 def materialize(
-    mask_mod: MaskMod,
-    implementation: str,
-    shape: tuple[int, int, int],
-    device: torch.device,
-    dtype: torch.dtype,
+    mask_mod: MaskMod, implementation: str, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor | BlockMask:
     """Evaluate a predicate over (rows, queries, keys) for one attention backend.
 
-    "sdpa" takes a boolean mask, "eager" an additive one in `dtype`, "flex_attention" a `BlockMask`. A backend that
-    cannot express the mask is a ValueError.
+    "sdpa" takes a boolean mask, "eager" an additive one in `dtype`, "flex_attention" a `BlockMask`; no other backend
+    can express the mask, which is a ValueError.
     """
     rows, queries, keys = shape
     if implementation == "flex_attention":
@@ -337,8 +322,8 @@ def training_masks(
     shape = (rows, queries, document_ids.shape[1] + queries)
     masks: dict[str, Mask] = {}
     for layer_type, _, causal, window in _layer_kinds(config):
-        mask_mod = make_mask_mod(anchor_positions, document_ids, config.block_size, causal, window)
         layout = (anchor_positions, document_ids, config.block_size, window)
+        mask_mod = make_mask_mod(anchor_positions, document_ids, config.block_size, causal, window)
         if config._attn_implementation == "flex_attention":
             masks[layer_type] = written_block_mask(mask_mod, *layout)
         elif config._attn_implementation == "sdpa" and document_ids.device.type == "cpu":
@@ -416,12 +401,7 @@ _ALL_HEADS = nn.Identity()
 
 
 def whole_heads_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **options: Any,
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
     """transformers' sdpa attention, whose one key head is copied for all query heads where a mask on CUDA needs it.
 
@@ -430,9 +410,6 @@ def whole_heads_attention(
     multiple of 64 or, with large heads, 32, it goes through heads in place of queries, but on to the mask's next row
     for each, behind its end. The last query of all heads but the first is then wrong. Keys of several heads are copied
     by transformers itself, and single queries are not expanded.
-
-    Queries are `[B, H, Q, d]`, keys and values `[B, 1 or more, S, d]`, a mask `[B, 1 or H, Q, S]`. Gives
-    `[B, Q, H, d]`, and None for the weights.
     """
     heads = query.shape[1]
     if attention_mask is not None and key.is_cuda and key.shape[1] == 1 < heads and query.shape[2] > 1:

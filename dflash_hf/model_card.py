@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is told of a drafter: the facts of its run, the results of its measurement, and the card that holds both.
 
-A run writes its facts as `training.json` beside the drafter; `recipes/evaluate_acceptance.py` and the demo write what
+A run writes its facts as `training.json` beside the drafter; `dflash-hf evaluate` and the demo write what
 they measured as `results.json`. `model_card_template.md` has the words of the card. No local path comes into it.
 """
 
@@ -273,7 +273,7 @@ def recorded_results(folder: Path, drafter: str | None = None) -> dict[str, Any]
 
 
 def read_results(results: dict[str, Any], drafter: str | None = None) -> CardResults:
-    """What a card tells of a `results.json` of `recipes/evaluate_acceptance.py` or `recipes/smollm2-135m/demo.py`.
+    """What a card tells of a `results.json` of `dflash-hf evaluate` or `recipes/smollm2-135m/demo.py`.
 
     Where that is of several drafters, `drafter` is the name of one. A `ValueError` says what is wrong with it.
     """
@@ -288,7 +288,7 @@ def _read_demo(results: dict[str, Any]) -> CardResults:
     groups = {name: value for name, value in results.items() if isinstance(value, dict) and "after" in value}
     if not groups:
         raise ValueError(
-            f"The results hold {sorted(results)}; expected results.json of recipes/evaluate_acceptance.py, measured "
+            f"The results hold {sorted(results)}; expected results.json of `dflash-hf evaluate`, measured "
             "by decoding here and not on a server, or of recipes/smollm2-135m/demo.py."
         )
     names = {"seen": "chats it was trained on", "unseen": "chats it never saw"}
@@ -303,7 +303,7 @@ def _read_evaluation(results: dict[str, Any], drafter: str | None) -> CardResult
     if not results.get("finished", True):
         raise ValueError(
             "The evaluation was interrupted, so its results are of a part of the prompts. Run "
-            "recipes/evaluate_acceptance.py to its end before publishing them."
+            "`dflash-hf evaluate` to its end before publishing them."
         )
     if drafter is None and len(reports) == 1:
         drafter = next(iter(reports))

@@ -30,13 +30,7 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.hub import extract_commit_hash
 
-from .checkpoint_files import (
-    WEIGHT_DTYPES,
-    fetch_checkpoint,
-    read_tensor_headers,
-    refuse_adapter,
-    state_dict_headers,
-)
+from .checkpoint_files import WEIGHT_DTYPES, fetch_checkpoint, read_tensor_headers, refuse_adapter, state_dict_headers
 from .checkpoint_format import checkpoint_problems, field_problems, refuse, tensor_problems
 from .configuration_dflash import DFlashDraftConfig
 from .masking import (
@@ -60,10 +54,7 @@ _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 def _checked_config(path: str, config: Any, kwargs: dict[str, Any]) -> tuple[DFlashDraftConfig, torch.dtype]:
     """The configuration to build a drafter from and the dtype of its tensors, after the checkpoint was checked.
 
-    Args:
-        path: Local folder or repository id.
-        config: A configuration to use instead of `config.json`, a path to one, or None.
-        kwargs: Of `from_pretrained`; fields of the configuration are taken out.
+    `config` is one to use instead of `config.json`, a path to one, or None; its fields are taken out of `kwargs`.
     """
     folder = fetch_checkpoint(path, **{n: kwargs[n] for n in _DOWNLOAD_ARGUMENTS if kwargs.get(n) is not None})
     refuse_adapter(folder)
@@ -83,16 +74,6 @@ def _checked_config(path: str, config: Any, kwargs: dict[str, Any]) -> tuple[DFl
     return config, getattr(torch, WEIGHT_DTYPES[stored])
 
 
-def _check_state_dict(config: DFlashDraftConfig, state_dict: dict[str, torch.Tensor], headline: str) -> None:
-    """Check the tensors of a model as those of a file are checked."""
-    offloaded = [
-        f"{name} is not in memory: its device map offloads it. Move the whole drafter to one device first."
-        for name, tensor in state_dict.items()
-        if tensor.is_meta
-    ]
-    refuse(headline, offloaded or tensor_problems(vars(config), state_dict_headers(state_dict)))
-
-
 def _unwrapped(state_dict: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """Names as in a published drafter, and tensors in the dtype asked for; None keeps the one that is held."""
     named = {".".join(p for p in name.split(".") if p not in _WRAPPERS): t for name, t in state_dict.items()}
@@ -100,11 +81,11 @@ def _unwrapped(state_dict: dict[str, torch.Tensor], dtype: torch.dtype | None) -
         return named
     if not isinstance(dtype, torch.dtype) or str(dtype).removeprefix("torch.") not in WEIGHT_DTYPES.values():
         raise ValueError(
-            f"dtype is {dtype!r}: expected torch.bfloat16, torch.float16 or torch.float32, the dtypes that every "
-            "reader of a drafter takes. Pass one of them, or leave it out to keep what is held."
+            f"dtype is {dtype!r}: readers of a drafter take torch.bfloat16, torch.float16 and torch.float32. Leave it "
+            "out to keep what is held."
         )
     # The copy goes to the CPU: during training the device has no room for it.
-    return {name: t if t.is_meta else t.detach().to("cpu", dtype) for name, t in named.items()}
+    return {name: t.detach().to("cpu", dtype) for name, t in named.items()}
 
 
 def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -284,9 +265,6 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
             **kwargs: As for [`~transformers.PreTrainedModel.from_pretrained`]. `dtype` is that of the stored tensors
                 by default, whatever `config.json` says; fields of the configuration override it.
 
-        Returns:
-            The drafter in eval mode (and the loading report, with `output_loading_info=True`).
-
         Raises:
             OSError: The folder or repository cannot be read.
             ValueError: With everything that is wrong with the checkpoint, one a line, before a weight is loaded.
@@ -296,7 +274,8 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         with_info = kwargs.pop("output_loading_info", False)
         if path is None:
             config = DFlashDraftConfig.from_base_config(config)
-            _check_state_dict(config, kwargs["state_dict"], "state_dict is not that of a drafter")
+            problems = tensor_problems(vars(config), state_dict_headers(kwargs["state_dict"]))
+            refuse("state_dict is not that of a drafter", problems)
             stored = next(iter(kwargs["state_dict"].values())).dtype
         else:
             config, stored = _checked_config(path, config, kwargs)
@@ -341,13 +320,9 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
     def push_to_hub(  # type: ignore[override]
         self, repo_id: str, dtype: torch.dtype | None = torch.bfloat16, **kwargs
     ) -> str:
-        """Publish the drafter, in bf16 by default, with its card, in one commit; needs dflash_hf.
+        """Publish the drafter as `OWNER/NAME`, in bf16 by default, with its card, in one commit; needs dflash_hf.
 
-        Args:
-            repo_id: Repository on the Hub, "OWNER/NAME".
-            dtype (`torch.dtype`, *optional*): As for [`save_pretrained`].
-            **kwargs: As for [`publishing.push_drafter`], such as `private`, `revision`, `commit_message`,
-                `tag`, `token` and `options`.
+        `kwargs` are those of [`publishing.push_drafter`], such as `private`, `revision`, `token` and `options`.
         """
         if DFlashDraftModel.publisher is None:
             raise ImportError("Publishing a drafter needs dflash_hf: load it with dflash_hf.DFlashDraftModel.")
@@ -356,9 +331,9 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
     def _exported(self, dtype: torch.dtype | None, state_dict: dict[str, torch.Tensor] | None) -> "DFlashDraftModel":
         """A drafter that holds the tensors to be written, so that what is saved and what is said of it agree."""
         tensors = _unwrapped(self.state_dict() if state_dict is None else state_dict, dtype)
-        _check_state_dict(self.config, tensors, "The drafter cannot be saved")
         config = copy.deepcopy(self.config)
-        refuse("The drafter cannot be saved, its configuration was changed", field_problems(vars(config)))
+        problems = [*tensor_problems(vars(config), state_dict_headers(tensors)), *field_problems(vars(config))]
+        refuse("The drafter cannot be saved", problems)
         # What it was read with may name files that are not written.
         config.auto_map = None
         with torch.device("meta"):

@@ -37,10 +37,9 @@ def drafter_weights(drafter: nn.Module) -> DrafterWeights:
 
 
 def passed_weights(layers: Iterable[nn.Module], config: PreTrainedConfig) -> int:
-    """Weights of the layers that run of a target, by what each token passes; on the meta device too.
+    """Weights of a target's layers that a token passes; of a mixture's routed experts the share that it is sent to.
 
-    Of a mixture's routed experts these are the share that a token is sent to: transformers keeps one matrix of all
-    experts, the expert its first dimension.
+    transformers keeps one matrix of all experts, the expert its first dimension.
     """
     chosen = config.to_dict().get("num_experts_per_tok")
     total = 0
@@ -49,10 +48,7 @@ def passed_weights(layers: Iterable[nn.Module], config: PreTrainedConfig) -> int
             is_routed = "experts" in name.split(".") and weight.ndim > 1
             total += weight.numel() * chosen // weight.shape[0] if is_routed and chosen else weight.numel()
             if is_routed and not chosen:
-                logger.warning_once(
-                    f"{config.model_type} does not say how many experts a token is sent to (num_experts_per_tok): "
-                    "its target is counted as if all of them worked on every token."
-                )
+                logger.warning_once(f"{config.model_type} names no num_experts_per_tok: all experts are counted.")
     return total
 
 
@@ -71,17 +67,12 @@ class Operations(NamedTuple):
 
 
 def count_operations(
-    drafter: DrafterWeights,
-    head_weights: int,
-    num_tokens: float,
-    num_slots: float,
-    num_head_slots: float,
-    compares: bool = False,
-    target_weights: int = 0,
-) -> Operations:
+    drafter: DrafterWeights, head_weights: int, num_tokens: float, num_slots: float, num_head_slots: float,
+    compares: bool = False, target_weights: int = 0,
+) -> Operations:  # fmt: skip
     """Useful operations of the matrix products of a step, as if every weight of the drafter were trained.
 
-    - `target`: 2 for each weight of the layers that run and each token. It is a forward alone.
+    - `target`: 2 for each weight of the layers that run ([`passed_weights`]) and each token. It is a forward alone.
     - `layers`: 6 for each weight of the drafter's layers and each slot: the product, and the gradients of its input
       and of its weights.
     - `context`: 6 for each weight of the layers' keys and values and each token, from which they come too, and 4 for
@@ -90,11 +81,8 @@ def count_operations(
       neither slot 0, the known anchor, nor one that counts nothing. 6 where the target's states go through it too.
 
     Attention scores, norms, the embedding, what activation checkpointing computes again and what only fills up a chunk
-    of the loss are not counted.
-
-    The target reads `num_tokens`, the drafter computes `num_slots`, slot 0 of each block included, and of them
-    `num_head_slots` go through the head. `compares` says whether the objective compares with the target's
-    distribution. `target_weights` are those of [`passed_weights`].
+    of the loss are not counted. `num_slots` include slot 0 of each block. `compares` says whether the objective
+    compares with the target's distribution.
     """
     return Operations(
         target=2.0 * target_weights * num_tokens,

@@ -15,7 +15,6 @@ class MuonWithAdamW(Optimizer):
     """Steps two-dimensional parameters with `torch.optim.Muon` and all others with `torch.optim.AdamW`.
 
     Muon's orthogonal steps are scaled to the root mean square of AdamW's, so that both follow one learning rate.
-
     `params` are parameters or groups of them; `momentum` is Muon's, `betas`, `eps` and `fused` are AdamW's.
     """
 
@@ -29,17 +28,11 @@ class MuonWithAdamW(Optimizer):
         eps: float = 1e-8,
         fused: bool | None = None,
     ):
-        groups = list(params)
-        if groups and not isinstance(groups[0], dict):
-            groups = [{"params": groups}]
-        matrices, others = (
-            [
-                {**g, "params": part}
-                for g in groups
-                if (part := [p for p in g["params"] if (p.dim() == 2) == is_matrix])
-            ]
-            for is_matrix in (True, False)
-        )
+        given = list(params)
+        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+        matrices = [{**g, "params": [p for p in g["params"] if p.dim() == 2]} for g in groups]
+        others = [{**g, "params": [p for p in g["params"] if p.dim() != 2]} for g in groups]
+        matrices, others = ([g for g in part if g["params"]] for part in (matrices, others))
         self.parts: list[Optimizer] = []
         if matrices:
             self.parts.append(Muon(matrices, lr, weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"))
@@ -55,11 +48,10 @@ class MuonWithAdamW(Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:
-        # The base class sets an empty one.
-        pass
+        """The base class sets an empty one, which is left alone."""
 
     def _share_groups(self) -> None:
-        """Schedulers change the groups of this optimizer, which are those of its parts."""
+        # Schedulers change the groups of this optimizer, which are those of its parts.
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
     @torch.no_grad()
@@ -78,11 +70,10 @@ class MuonWithAdamW(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state; a `ValueError` where another optimizer saved it."""
-        states = state_dict.get("parts")
-        if states is None or len(states) != len(self.parts):
+        states = state_dict.get("parts", ())
+        if len(states) != len(self.parts):
             raise ValueError(
-                f"The saved optimizer state has the fields {sorted(state_dict)} and was written by another optimizer. "
-                "Resume with the value of muon that the run began with."
+                "Another optimizer saved this state: resume with the value of muon that the run began with."
             )
         for part, state in zip(self.parts, states, strict=True):
             part.load_state_dict(state)

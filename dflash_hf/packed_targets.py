@@ -32,9 +32,6 @@ from transformers.utils.import_utils import is_flash_linear_attention_available
 from .masking import document_block_mask, flex_kernel_options
 
 
-# --- Compiled functions that a thread beside the training one may call: there they run, and never compile.
-
-
 class NotCompiled(Exception):
     """What runs ahead of the training thread needs something compiled, which only the training thread may do."""
 
@@ -51,15 +48,13 @@ THREAD = _Marks()
 def compiled_function(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """`torch.compile` of a function, which in a thread that is ahead only runs what other threads have compiled.
 
-    While torch traces in one thread, modules and compiled functions that another thread calls are traced with it, or
-    raise. `torch._dynamo.run` traces nothing; where nothing compiled fits it runs the function as it stands, so that
-    `function` begins with [`refuse_uncompiled`]. A wrapper cannot do that here: all would share its code, which the
-    compiler keeps only a few variants of. `options` are those of `torch.compile`.
+    `torch._dynamo.run` traces nothing; where nothing compiled fits it runs the function as it stands, so `function`
+    begins with [`refuse_uncompiled`]. A wrapper cannot do that here: all would share its code, which the compiler
+    keeps only a few variants of. `options` are those of `torch.compile`.
     """
     made = torch.compile(function, **options)
     if made is function or torch._dynamo.config.disable:
-        # The compiler is switched off, so that nothing can be compiled in any thread.
-        return function
+        return function  # the compiler is switched off, in any thread
     existing = torch._dynamo.run(function)
 
     @wraps(function)
@@ -77,8 +72,7 @@ def compiled_function(function: Callable[..., Any], **options: Any) -> Callable[
 
 def refuse_uncompiled() -> None:
     """First line of a function for [`compiled_function`]: raises NotCompiled where it had to be compiled first."""
-    # In this order a compiler sees nothing of threads in it. Whether Dynamo traces this very call is asked, since
-    # is_compiling is true in all threads while one compiles.
+    # In this order a compiler sees nothing of threads. is_compiling is true in all threads while one compiles.
     if not torch.compiler.is_dynamo_compiling() and THREAD.run_only:
         raise NotCompiled("Nothing that is compiled fits these arguments.")
 
@@ -87,9 +81,6 @@ def refuse_ahead(what: str) -> None:
     """Leave what is named to the training thread: raises NotCompiled in a thread that is ahead."""
     if THREAD.ahead:
         raise NotCompiled(f"{what} belongs into the training thread.")
-
-
-# --- How the documents of a batch share the forwards of the target: in one packed row, or in rows of similar length.
 
 
 # Documents run through the target together while padding stays below this share of the tokens.
@@ -115,10 +106,7 @@ def document_pieces(document_lengths: Sequence[Sequence[int]], width: int) -> li
     pieces = []
     for row, lengths in enumerate(document_lengths):
         if sum(lengths) > width:
-            raise ValueError(
-                f"Row {row} holds documents of {sum(lengths)} tokens together but is {width} tokens wide. Pass the "
-                "document_lengths of this batch."
-            )
+            raise ValueError(f"Row {row} is {width} tokens wide, its document_lengths {sum(lengths)} together.")
         start = 0
         for length in lengths:
             if length > 0:
@@ -128,9 +116,9 @@ def document_pieces(document_lengths: Sequence[Sequence[int]], width: int) -> li
 
 
 def groups_of_similar_length(pieces: Iterable[Piece], max_tokens: int = MAX_FORWARD_TOKENS) -> Iterator[list[Piece]]:
-    """Documents by falling length, in groups that one right-padded forward takes.
+    """Documents by falling length, in groups that one right-padded forward takes, with less than `MAX_PADDING`.
 
-    A group has at most `max_tokens`, padding included, unless it is one document; padding is below `MAX_PADDING`.
+    A group has at most `max_tokens`, padding included, unless it is one document.
     """
 
     def fits(longest: int, count: int, tokens: int) -> bool:
@@ -160,22 +148,17 @@ def _groups(pieces: Iterable[Piece], fits: Callable[[int, int, int], bool]) -> I
 
 
 class PackedRow(NamedTuple):
-    """One packed row of N tokens: the documents one after another, then padding that counts as a last document.
+    """One packed row of N tokens: the documents one after another, then padding that counts as a last document."""
 
-    Args:
-        lengths: Lengths in tokens of the documents and of the padding; their sum is N.
-        num_tokens: Tokens that belong to documents.
-        indices (`torch.Tensor` of shape `[N]`): Where each token lies in the flattened batch.
-        position_ids (`torch.Tensor` of shape `[1, N]`): Positions, restarting with each document.
-        boundaries (`torch.Tensor` of shape `[len(lengths) + 1]`): First token of each document, and N.
-        chunks (`torch.Tensor` of shape `[C, 2]`): Document and number in it of each chunk of `CHUNK_SIZE` tokens.
-    """
-
+    # Tokens of each document and of the padding, N in all, and those that belong to documents.
     lengths: list[int]
     num_tokens: int
+    # `[N]`: where each token lies in the flattened batch. `[1, N]`: positions, restarting with each document.
     indices: torch.Tensor
     position_ids: torch.Tensor
+    # `[len(lengths) + 1]`: first token of each document, and N.
     boundaries: torch.Tensor
+    # `[C, 2]`: document and number in it of each chunk of `CHUNK_SIZE` tokens.
     chunks: torch.Tensor
 
 
@@ -199,18 +182,15 @@ def packed_row(pieces: Sequence[Piece], width: int, full_length: int, device: to
     counts = (sizes + CHUNK_SIZE - 1) // CHUNK_SIZE
     documents = torch.arange(len(lengths)).repeat_interleave(counts)
     numbers = torch.arange(len(documents)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    tensors = (indices, positions[None], boundaries, torch.stack([documents, numbers], dim=1))
+    tensors = [indices, positions[None], boundaries, torch.stack([documents, numbers], dim=1)]
     if device.type == "cuda":
         # Only a copy from pinned memory leaves the host free to go on.
-        return PackedRow(lengths, num_tokens, *(t.pin_memory().to(device, non_blocking=True) for t in tensors))
-    return PackedRow(lengths, num_tokens, *(tensor.to(device) for tensor in tensors))
+        tensors = [tensor.pin_memory() for tensor in tensors]
+    return PackedRow(lengths, num_tokens, *(tensor.to(device, non_blocking=True) for tensor in tensors))
 
 
 def _round_up(length: int) -> int:
     return -(-length // ROW_MULTIPLE) * ROW_MULTIPLE
-
-
-# --- What mixes tokens in a target, for packed rows: convolution, gated delta rule and attention within documents.
 
 
 # The first release whose kernels take the chunks of packed documents from the caller.
@@ -231,8 +211,8 @@ def causal_convolution(
 ) -> torch.Tensor:
     """Depthwise causal convolution of `x` `[1, N, C]`, N at least W, that starts anew in each document; fp32 inside.
 
-    A sum of shifted products, so that a compiler makes one kernel of it and of what surrounds it; the layout stays
-    that of the projections before and behind. The last column of `weight` `[C, 1, W]` is for the token itself.
+    A sum of shifted products, of which and of what surrounds it a compiler makes one kernel. The last column of
+    `weight` `[C, 1, W]` is for the token itself.
     """
     kernel = weight[:, 0].float()
     total = x.float() * kernel[:, -1]
@@ -251,40 +231,35 @@ def delta_rule(
     """Gated delta rule whose state starts anew in each document; queries and keys are normalised in it.
 
     Queries and keys are `[1, N, Hk, d]`, values and the result `[1, N, H, d]`; `g` is the logarithm of the decay and
-    `beta` how much of a value is written, both `[1, N, H]`.
+    `beta` how much of a value is written, both `[1, N, H]`. Without its kernel by [`reference_delta_rule`].
     """
-    if query.device.type == "cuda" and delta_kernels_available():
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    if query.device.type != "cuda" or not delta_kernels_available():
+        return reference_delta_rule(query, key, value, g, beta, row)
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-        # The chunks are handed over, since the kernel would wait for the device to count them.
-        output, _ = chunk_gated_delta_rule(
-            query, key, value, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=row.boundaries,
-            chunk_indices=row.chunks, chunk_size=CHUNK_SIZE,
-        )  # fmt: skip
-        return output
-    return reference_delta_rule(query, key, value, g, beta, row)
+    # The chunks are handed over, since the kernel would wait for the device to count them.
+    output, _ = chunk_gated_delta_rule(
+        query, key, value, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=row.boundaries,
+        chunk_indices=row.chunks, chunk_size=CHUNK_SIZE,
+    )  # fmt: skip
+    return output
 
 
-def reference_delta_rule(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, row: PackedRow
-) -> torch.Tensor:
+def reference_delta_rule(*inputs: Any) -> torch.Tensor:
     """[`delta_rule`] by transformers' own loop, one document after another."""
     # What the module exports is the loop only where no kernel is installed; behind it lies the loop itself.
     loop = inspect.unwrap(torch_chunk_gated_delta_rule)
-    parts = (tensor.split(row.lengths, dim=1) for tensor in (query, key, value, g, beta))
-    outputs = [
-        loop(q, k, v, g=decay, beta=b, use_qk_l2norm_in_kernel=True)[0]
-        for q, k, v, decay, b in zip(*parts, strict=True)
-    ]
+    *tensors, row = inputs
+    documents = zip(*(tensor.split(row.lengths, dim=1) for tensor in tensors), strict=True)
+    outputs = [loop(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0] for q, k, v, g, beta in documents]
     return torch.cat(outputs, dim=1)
 
 
 @contextmanager
 def transformers_delta_rule() -> Iterator[None]:
-    """transformers' Qwen3.5/3.6 layers with the loop in place of a kernel.
+    """transformers' Qwen3.5/3.6 layers with the loop in place of a kernel, which could not vouch for itself.
 
-    A kernel would be tuned once more for what only a check calls, for a minute, and could not vouch for itself. The
-    layers look the rule up in their module, which offers no other way to choose it.
+    The layers look the rule up in their module, which offers no other way to choose it.
     """
     with ExitStack() as stack:
         for module in (modeling_qwen3_5, modeling_qwen3_5_moe):
@@ -296,10 +271,9 @@ def transformers_delta_rule() -> Iterator[None]:
 def document_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], scaling: float | None = None
 ) -> torch.Tensor:
-    """Causal attention of each document to itself, without a mask over the whole row.
+    """Causal attention of each document to itself: queries and result `[1, N, H, d]`, keys and values `[1, N, Hk, d]`.
 
-    Queries and the result are `[1, N, H, d]`, keys and values `[1, N, Hk, d]`. Neighbours of one length share a call.
-    Scores are multiplied by `scaling`, by default `d ** -0.5`.
+    Neighbours of one length share a call. Scores are multiplied by `scaling`, by default `d ** -0.5`.
     """
     outputs = []
     start = 0
@@ -322,6 +296,8 @@ IMPLEMENTATION = "dflash_documents"
 # What a layer may ask of its attention that attention within documents does not do.
 REFUSED = ("s_aux", "position_bias")
 REFUSED_BY_LOOP = ("sliding_window", "softcap", *REFUSED)
+# Runs a forward and gives the outputs `[B, T, D]` of the tapped layers.
+Reader = Callable[..., list[torch.Tensor]]
 # Head sizes that flex attention's kernels have on all GPUs.
 FLEX_HEAD_SIZES = range(16, 257)
 FLEX_TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -337,72 +313,14 @@ def _refuse(names: tuple[str, ...], options: dict[str, Any]) -> None:
             raise CannotPack(f"its attention uses {name}={options[name]}")
 
 
-def one_by_one(
-    row: PackedRow,
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float | None = None,
-    **options: Any,
-) -> torch.Tensor:
-    """Attention `[1, N, H, d]` of one layer within documents, one call for each run of documents of one length.
-
-    It is right anywhere, but a GPU finishes each call before the host has launched the next. Queries, keys and values
-    are `[1, H or Hk, N, d]`. A layer that asks for more than this can do raises CannotPack.
-    """
-    _refuse(REFUSED_BY_LOOP, options)
-    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    return document_attention(query, key, value, row.lengths, scaling)
-
-
-def all_at_once(
-    flex: Callable[..., torch.Tensor], layer_types: list[str] | None, window: int | None, row: PackedRow
-) -> Callable[..., torch.Tensor]:
-    """The same by one call of flex attention, whatever the documents, windows and soft caps.
-
-    `flex` is [`flex_documents`], compiled: without a compiler it would hold all scores of the row at once. The types
-    of the target's layers, None where its configuration names none, and the window of the sliding ones are what
-    layers are expected to ask for.
-    """
-    mask = cache(partial(document_block_mask, row.position_ids))
-
-    def attend(
-        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None = None,
-        sliding_window: int | None = None, softcap: float | None = None, **options: Any,
-    ) -> torch.Tensor:  # fmt: skip
-        _refuse(REFUSED, options)
-        if query.shape[-1] not in FLEX_HEAD_SIZES:
-            raise CannotPack(f"its heads have {query.shape[-1]} channels, which flex attention has no kernel for")
-        if layer_types is not None:
-            # The documents of the start-up check are shorter than most windows, so a missing one is found here.
-            layer_type = layer_types[module.layer_idx]
-            expected = window if layer_type == "sliding_attention" else None
-            if sliding_window != expected:
-                raise CannotPack(
-                    f"layer {module.layer_idx} is {layer_type} and hands sliding_window={sliding_window} to its "
-                    f"attention, where {expected} is expected"
-                )
-        tiles = flex_kernel_options(query.device, query.dtype, query.shape[-1])
-        return flex(module, query, key, value, mask(sliding_window), scaling, softcap, tiles)
-
-    return attend
-
-
 def flex_documents(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: BlockMask,
-    scaling: float | None,
-    softcap: float | None,
-    kernel_options: dict[str, int] | None,
-) -> torch.Tensor:
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask,
+    scaling: float | None, softcap: float | None, kernel_options: dict[str, int] | None,
+) -> torch.Tensor:  # fmt: skip
     """transformers' flex attention, made to be compiled as a whole.
 
-    Compiled here and not by transformers, whose one compiled function the drafter may use too: the compiler keeps
-    few variants of a function, and beyond them flex attention would hold all scores at once.
+    Not by transformers, whose one compiled function the drafter may use too: the compiler keeps few variants of a
+    function, and beyond them flex attention would hold all scores at once.
     """
     refuse_uncompiled()
     output, _ = flex_attention_forward(
@@ -417,21 +335,56 @@ class PackedDense:
     Args:
         decoder: The text model.
         read_taps: Runs a forward of the decoder and gives the outputs of the tapped layers.
-        compiled: Whether attention is one compiled call per layer, which takes some seconds in the first forward and
-            which [`PackedDense.compiles`] must allow. Otherwise documents attend one by one.
+        flex: [`flex_documents`], compiled, which [`PackedDense.compiles`] must allow: one call per layer, whatever the
+            documents, windows and soft caps. Uncompiled it would hold all scores of the row at once. By default
+            documents attend one by one: right anywhere, but a GPU waits for the host to launch the next.
     """
 
-    def __init__(self, decoder: nn.Module, read_taps: Callable[..., list[torch.Tensor]], compiled: bool = False):
+    def __init__(self, decoder: nn.Module, read_taps: Reader, flex: Callable[..., torch.Tensor] | None = None):
         self.decoder: Any = decoder
-        self.read_taps = read_taps
-        self.attention: Callable[[PackedRow], Callable[..., torch.Tensor]] = lambda row: partial(one_by_one, row)
-        if compiled:
-            self.attention = self.all_at_once(compiled_function(flex_documents))
+        self.read_taps, self.flex = read_taps, flex
+        config: Any = decoder.config
+        fields = config.to_dict()
+        # What layers are expected to ask for; None where the configuration names no types.
+        self.layer_types, self.window = fields.get("layer_types"), fields.get("sliding_window")
 
-    def all_at_once(self, flex: Callable[..., torch.Tensor]) -> Callable[[PackedRow], Callable[..., torch.Tensor]]:
-        """[`all_at_once`] for this target's layers, by [`flex_documents`] as some compiler made it."""
-        fields = self.decoder.config.to_dict()
-        return partial(all_at_once, flex, fields.get("layer_types"), fields.get("sliding_window"))
+    def attention(self, row: PackedRow) -> Callable[..., torch.Tensor]:
+        """Attention `[1, N, H, d]` of a layer within the row's documents, of queries, keys and values `[1, h, N, d]`.
+
+        A layer that asks for more than this can do raises CannotPack.
+        """
+        if self.flex is None:
+            return partial(self._one_by_one, row)
+        return partial(self._all_at_once, cache(partial(document_block_mask, row.position_ids)))
+
+    @staticmethod
+    def _one_by_one(
+        row: PackedRow, module: nn.Module, *states: torch.Tensor, scaling: float | None = None, **options: Any
+    ) -> torch.Tensor:
+        _refuse(REFUSED_BY_LOOP, options)
+        query, key, value = (tensor.transpose(1, 2) for tensor in states)
+        return document_attention(query, key, value, row.lengths, scaling)
+
+    def _all_at_once(
+        self, mask: Callable[[int | None], BlockMask], module: Any, query: torch.Tensor, key: torch.Tensor,
+        value: torch.Tensor, scaling: float | None = None, sliding_window: int | None = None,
+        softcap: float | None = None, **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        _refuse(REFUSED, options)
+        if query.shape[-1] not in FLEX_HEAD_SIZES:
+            raise CannotPack(f"its heads have {query.shape[-1]} channels, which flex attention has no kernel for")
+        if self.layer_types is not None:
+            # The documents of the start-up check are shorter than most windows, so a missing one is found here.
+            layer_type = self.layer_types[module.layer_idx]
+            expected = self.window if layer_type == "sliding_attention" else None
+            if sliding_window != expected:
+                raise CannotPack(
+                    f"layer {module.layer_idx} is {layer_type} and hands sliding_window={sliding_window} to its "
+                    f"attention, where {expected} is expected"
+                )
+        assert self.flex is not None
+        tiles = flex_kernel_options(query.device, query.dtype, query.shape[-1])
+        return self.flex(module, query, key, value, mask(sliding_window), scaling, softcap, tiles)
 
     @staticmethod
     def fits(decoder: nn.Module) -> bool:
@@ -456,36 +409,25 @@ class PackedDense:
         Positions are two-dimensional and there is no mask: three-dimensional ones, or a mask of ones, would tell
         transformers that the row is one document.
         """
-        with _attention_within_documents(self.decoder.config):
+        config, before = self.decoder.config, self.decoder.config._attn_implementation
+        # Only during the forward, so that a model shared with the user stays as it was.
+        config._attn_implementation = IMPLEMENTATION
+        try:
             return self.read_taps(
                 input_ids=input_ids, position_ids=row.position_ids, use_cache=False, attend=self.attention(row)
             )
+        finally:
+            config._attn_implementation = before
 
 
 def _kinds(config: Any) -> set[str]:
     return set(config.to_dict().get("layer_types") or ["full_attention"])
 
 
-@contextmanager
-def _attention_within_documents(config: Any) -> Iterator[None]:
-    """Only during the forward, so that a model shared with the user stays as it was."""
-    before = config._attn_implementation
-    config._attn_implementation = IMPLEMENTATION
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-
-
 def _attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    attend: Callable[..., torch.Tensor] | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, attend: Callable[..., torch.Tensor] | None = None, **options: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     if attend is None:
         raise CannotPack("its layers hand nothing on to their attention")
     return attend(module, query, key, value, **options), None
@@ -504,26 +446,16 @@ class PackedQwen35:
     built for each torch; this one runs the same modules, changes nothing about them, and lets a compiler fuse all
     that lies between the matrix products and the two mixing kernels.
 
-    Args:
-        decoder: The text model.
-        target_layer_ids: Taps, ascending.
-        compiled: Whether to compile the layers; the first forwards then take up to a minute.
-        delta_rule: Gated delta rule to use, [`delta_rule`] or its reference.
-        final_states: Whether to run all layers and give what the final norm gives behind the taps.
+    `target_layer_ids` ascend. With `compiled` the first forwards take up to a minute. With `final_states` all layers
+    run, and what the final norm gives comes behind the taps.
     """
 
     def __init__(
-        self,
-        decoder: nn.Module,
-        target_layer_ids: Sequence[int],
-        compiled: bool = False,
-        delta_rule: Callable[..., torch.Tensor] = delta_rule,
-        *,
+        self, decoder: nn.Module, target_layer_ids: Sequence[int], compiled: bool = False, *,
         final_states: bool = False,
-    ):
+    ):  # fmt: skip
         self.decoder: Any = decoder
         self.target_layer_ids = list(target_layer_ids)
-        self.delta_rule = delta_rule
         self.final_states = final_states
         made: Callable[..., Any] = compiled_function if compiled else lambda function: function
         self.delta_inputs, self.delta_outputs = made(_delta_inputs), made(_delta_outputs)
@@ -551,8 +483,9 @@ class PackedQwen35:
         depth = len(self.decoder.layers) if self.final_states else self.target_layer_ids[-1] + 1
         for index, layer in enumerate(self.decoder.layers[:depth]):
             if layer.block_type == "linear_attention":
-                *mixed, z = self.delta_inputs(layer, hidden_states, row.position_ids)
-                hidden_states = self.delta_outputs(layer, hidden_states, self.delta_rule(*mixed, row), z)
+                query, key, value, g, beta, z = self.delta_inputs(layer, hidden_states, row.position_ids)
+                mixed = delta_rule(query, key, value, g, beta, row)
+                hidden_states = self.delta_outputs(layer, hidden_states, mixed, z)
             else:
                 query, key, value, gate = self.attention_inputs(layer, hidden_states, cos, sin)
                 attended = document_attention(query, key, value, row.lengths, layer.self_attn.scaling)

@@ -36,8 +36,8 @@ def arrow_column(documents: datasets.Dataset, name: str) -> tuple[pa.ChunkedArra
     """A stored column, memory-mapped where the data set is, and the stored row of each document (None: the same)."""
     if name not in documents.column_names:
         raise ValueError(
-            f"The documents have the columns {documents.column_names}, expected {DOCUMENT_COLUMNS}: without `{name}` "
-            "there is nothing to train on. Tokenise the conversations first (`tokenize_completions`)."
+            f"The documents have the columns {documents.column_names}, expected {DOCUMENT_COLUMNS}: tokenise the "
+            "conversations first (`tokenize_completions`)."
         )
     # `select`, `shuffle` and `train_test_split` leave the stored rows alone and keep an order in this private table;
     # only with it can lengths be had without reading every token.
@@ -74,8 +74,7 @@ def document_spans(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
     owners = np.repeat(np.arange(len(counts)), counts)
     if (sizes != 2).any():
         raise ValueError(
-            f"Document {owners[(sizes != 2).argmax()]} has a supervised span that is not a [start, stop] pair. "
-            "Give half-open pairs, for example [[12, 40]]."
+            f"Document {owners[(sizes != 2).argmax()]} has supervised_spans of which one is not a [start, stop] pair."
         )
     return numbers.astype(np.int64).reshape(-1, 2), owners
 
@@ -96,8 +95,8 @@ def _check_lengths(lengths: np.ndarray, row_length: int) -> None:
     if (lengths > row_length).any():
         document = (lengths > row_length).argmax()
         raise ValueError(
-            f"Document {document} has {lengths[document]} tokens, expected at most row_length={row_length}: a "
-            "document is never split over rows. Raise `row_length`, or tokenise with max_length no larger than it."
+            f"Document {document} has {lengths[document]} tokens, and a row has row_length={row_length}: raise it, or "
+            "tokenise with a max_length no larger than it."
         )
 
 
@@ -116,12 +115,13 @@ def pack_documents(lengths: Sequence[int] | np.ndarray, row_length: int) -> list
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     _check_lengths(lengths, row_length)
-    longest_first = np.argsort(-lengths, kind="stable")
     rows: list[list[int]] = []
+    # The rows that have a certain space left, and those spaces: there are at most `row_length` of them, so that
+    # finding the tightest one stays cheap whatever the number of rows.
     rows_by_space: dict[int, list[int]] = {}
-    # At most `row_length` different spaces exist, so finding the tightest one stays cheap whatever the number of rows.
     spaces: list[int] = []
-    for document, length in zip(longest_first.tolist(), lengths[longest_first].tolist(), strict=True):
+    for document in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[document])
         tightest = bisect_left(spaces, length)
         if tightest < len(spaces):
             space = spaces[tightest]
@@ -158,7 +158,7 @@ class PackedDataset(torch.utils.data.Dataset):
 
     def __init__(self, documents: Documents, row_length: int, seed: int = 0):
         if len(documents) == 0:
-            raise ValueError("There are no documents, expected at least one: check the data file and its filters.")
+            raise ValueError("There are no documents: check the data file and its filters.")
         lengths = document_lengths(documents)
         _check_lengths(lengths, row_length)
         self._with_sources = documents

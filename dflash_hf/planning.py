@@ -22,6 +22,7 @@ import torch.distributed as dist
 from huggingface_hub import HfApi
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, TrainerCallback
+from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
 from .configuration_dflash import DFlashDraftConfig
@@ -39,16 +40,23 @@ from .training_args import DFlashTrainingArguments
 
 logger = logging.get_logger(__name__)
 
-GIGABYTE = 1e9
 # Shares of a bf16 matrix product's rate that each half reaches on an H200 (`recipes/qwen3.6-27b/README.md`).
 TARGET_EFFICIENCY = 0.76
 DRAFTER_EFFICIENCY = 0.74
-# An H200's rate in operations per second, taken where there is no GPU to measure.
-ASSUMED_RATE = 780e12
-# What an estimate of memory may be wrong by.
+# Dense bf16 TFLOP/s by their makers' data sheets, and the share that a matrix product reaches (780 of an H200's 989).
+GPU_TFLOPS = {
+    "A100": 312, "H100": 989, "H200": 989, "GH200": 989, "B200": 2250, "L4": 121, "L40S": 362, "A6000": 155,
+    "RTX 6000 Ada": 364, "RTX PRO 6000": 504, "RTX 4090": 165, "RTX 5090": 210,
+}  # fmt: skip
+REACHED_SHARE = 0.79
+# What the estimated part of a memory need may be wrong by.
 ESTIMATE_MARGIN = 0.15
 # Logits of one chunk of the loss, in fp32 with their gradient and softmax.
 CHUNK_BYTES = 3 * 4 * 2**27
+# fp32 weights, gradients and AdamW's two moments; a checkpoint has no gradients.
+STATE_BYTES, CHECKPOINT_BYTES = 16, 12
+# Host memory of a rank beside the data: libraries, CUDA, workers.
+RANK_HOST_BYTES = 8e9
 
 COPY_BYTES = 2**28
 ALL_REDUCE_SECONDS = 60
@@ -61,10 +69,27 @@ MakeTrainer = Callable[[DFlashTrainingArguments, Any], DFlashTrainer]
 
 
 @dataclass
-class Plan:
-    """Figures of a run; memory in bytes per device, rates in operations per second.
+class Need:
+    """What a kind of device must hold, in bytes: `exact` is weights and optimizer, `total` the peak as estimated."""
 
-    `target_bytes` and `drafter_bytes` are estimates of the peak, for the same device where the layout is shared.
+    name: str
+    exact: float
+    total: float
+
+    def verdict(self, capacity: float) -> str:
+        """Whether it fits into `capacity` bytes; only the estimated part has a margin."""
+        margin = ESTIMATE_MARGIN * (self.total - self.exact)
+        if self.total + margin <= capacity:
+            return "fits"
+        return "may fit" if self.total - margin <= capacity else "does not fit"
+
+
+@dataclass
+class Plan:
+    """Figures of a run; memory in bytes, rates in operations per second.
+
+    `target_bytes` and `drafter_bytes` are estimated peaks, for the same device where the layout is shared; of them
+    `target_weight_bytes` and `drafter_state_bytes` are exact.
     """
 
     layout: str
@@ -78,33 +103,49 @@ class Plan:
     total_steps: int
     target_parameters: int
     drafter_parameters: int
+    drafter_shape: str
     target_bytes: float
+    target_weight_bytes: float
     drafter_bytes: float
+    drafter_state_bytes: float
     rate: float
-    rate_is_measured: bool
+    rate_source: str
     target_seconds: float
     drafter_seconds: float
     step_seconds: float
     hours_per_epoch: float
+    total_hours: float
+    disk_bytes: float
+    host_bytes: float
+    capacity: float | None = None
+
+    def needs(self) -> list[Need]:
+        """The memory of each kind of device."""
+        target = Need("target device", self.target_weight_bytes, self.target_bytes)
+        drafter = Need("drafter device", self.drafter_state_bytes, self.drafter_bytes)
+        if self.layout in ("shared", "cpu"):
+            return [Need("one for both", target.exact + drafter.exact, target.total + drafter.total)]
+        return [target, drafter]
 
     def report(self) -> str:
         """The figures as text, one a line."""
         lines = [("layout", f"{self.layout}, {self.world_size} process{'es' if self.world_size > 1 else ''}")]
         for rank, devices in self.devices.items():
             lines.append((f"rank {rank}", f"target on {', '.join(devices[:-1])}, drafter on {devices[-1]}"))
-        memory = [("target device", self.target_bytes), ("drafter device", self.drafter_bytes)]
-        if self.layout in ("shared", "cpu"):
-            memory = [("one for both", self.target_bytes + self.drafter_bytes)]
-        lines += [(name, f"{num_bytes / GIGABYTE:.1f} GB") for name, num_bytes in memory]
-        source = "measured here" if self.rate_is_measured else "assumed, an H200's"
+        for need in self.needs():
+            fits = f" of {self.capacity / 1e9:.0f} GB: {need.verdict(self.capacity)}" if self.capacity else ""
+            lines.append((need.name, f"{need.total / 1e9:.1f} GB{fits} ({need.exact / 1e9:.1f} GB are exact)"))
         parts = f"target {self.target_seconds:.3g} s, drafter {self.drafter_seconds:.3g} s"
         lines += [
+            ("drafter", f"{self.drafter_parameters / 1e9:.3g}B parameters: {self.drafter_shape}"),
             ("data", f"{self.documents:,} documents, {self.tokens:,} tokens, {self.rows:,} rows"),
             ("anchors per row", f"{self.anchors_per_row:,.0f}"),
             ("steps", f"{self.steps_per_epoch:,} an epoch, {self.total_steps:,} in all"),
-            ("bf16 product", f"{self.rate / 1e12:.1f} TFLOP/s ({source})"),
+            ("bf16 product", f"{self.rate / 1e12:.1f} TFLOP/s ({self.rate_source})"),
             ("a step", f"{self.step_seconds:.3g} s: {parts}"),
-            ("hours per epoch", f"{self.hours_per_epoch:.3g}"),
+            ("hours", f"{self.total_hours:.3g} in all, {self.hours_per_epoch:.3g} an epoch"),
+            ("disk", f"{self.disk_bytes / 1e9:.0f} GB of checkpoints"),
+            ("host memory", f"about {self.host_bytes / 1e9:.0f} GB a machine"),
         ]
         return "\n".join(f"{name:<16} {value}" for name, value in lines)
 
@@ -116,11 +157,20 @@ def make_plan(
     placements: list[Placement],
     documents: Documents,
     world_size: int | None = None,
+    gpu: str | None = None,
+    capacity: float | None = None,
 ) -> Plan:
     """What a run needs; no weights are loaded, and target, drafter and data that do not fit together are refused.
 
-    `placements` are the devices of the ranks on this machine, `world_size` counts the ranks on all machines and is
-    that of this process's run by default.
+    Args:
+        target_config: Configuration of the target.
+        drafter_config: Configuration of the drafter.
+        args: The run's arguments.
+        placements: The devices of the ranks on this machine.
+        documents: The documents to train on.
+        world_size: Ranks on all machines, by default those of this process's run.
+        gpu: A name of `GPU_TFLOPS`, or TFLOP/s of a bf16 product; by default measured, or an H200's without a GPU.
+        capacity: Bytes of memory of each GPU.
     """
     text_config = target_config.get_text_config(decoder=True)
     check_fits(drafter_config, text_config, text_config.vocab_size)
@@ -131,7 +181,8 @@ def make_plan(
     per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
     world_size = args.world_size if world_size is None else world_size
     steps = math.ceil(len(rows) / (per_step * world_size))
-    needs = _needs(text_config, drafter_config, args, placements[0], rows)
+    total_steps = args.max_steps if args.max_steps > 0 else math.ceil(steps * args.num_train_epochs)
+    needs = _needs(text_config, drafter_config, args, placements[0], rows, gpu)
     in_turn = placements[0].drafter == placements[0].target[0] or args.prefetch_depth == 0
     halves = needs["target_seconds"], needs["drafter_seconds"]
     step_seconds = sum(halves) if in_turn else max(halves)
@@ -143,15 +194,50 @@ def make_plan(
         tokens=rows.num_tokens,
         rows=len(rows),
         steps_per_epoch=steps,
-        total_steps=args.max_steps if args.max_steps > 0 else math.ceil(steps * args.num_train_epochs),
+        total_steps=total_steps,
         **needs,
         step_seconds=step_seconds,
         hours_per_epoch=steps * step_seconds / 3600,
+        total_hours=total_steps * step_seconds / 3600,
+        disk_bytes=_num_checkpoints(args, steps, total_steps) * CHECKPOINT_BYTES * needs["drafter_parameters"],
+        host_bytes=len(placements) * (RANK_HOST_BYTES + CHECKPOINT_BYTES * needs["drafter_parameters"]),
+        capacity=capacity,
     )
 
 
+def _num_checkpoints(args: DFlashTrainingArguments, steps_per_epoch: int, total_steps: int) -> int:
+    """Checkpoints that lie on the disk at once, and the finished drafter."""
+    strategy = SaveStrategy(args.save_strategy).value
+    every = args.save_steps if args.save_steps >= 1 else args.save_steps * total_steps
+    saved = {"steps": total_steps / max(every, 1), "no": 0}.get(strategy, total_steps / steps_per_epoch)
+    # One more is there while the oldest still is.
+    kept = math.inf if args.save_total_limit is None else args.save_total_limit + 1
+    return int(min(math.ceil(saved), kept)) + 1
+
+
+def _rate(gpu: str | None, device: torch.device) -> tuple[float, str]:
+    """Operations per second of a bf16 product, and where the figure is from."""
+    if gpu is None and device.type == "cuda":
+        return product_rate(device), "measured here"
+    name = gpu or "H200"
+    if name in GPU_TFLOPS:
+        known = "" if gpu else "; assumed, name yours with --gpu"
+        return GPU_TFLOPS[name] * REACHED_SHARE * 1e12, f"{REACHED_SHARE:.0%} of the data sheet's for {name}{known}"
+    try:
+        return float(name) * 1e12, "as given"
+    except ValueError:
+        raise ValueError(
+            f"gpu is {gpu!r}; expected TFLOP/s of a bf16 product or one of {', '.join(GPU_TFLOPS)}."
+        ) from None
+
+
 def _needs(
-    target_config: PreTrainedConfig, config: Any, args: DFlashTrainingArguments, placement: Placement, rows: Any
+    target_config: PreTrainedConfig,
+    config: DFlashDraftConfig,
+    args: DFlashTrainingArguments,
+    placement: Placement,
+    rows: PackedDataset,
+    gpu: str | None,
 ) -> dict[str, Any]:
     """The fields of a plan that are anchors, weights, bytes, rates and seconds, from models without weights."""
     anchors, padded = row_anchors(rows, args)
@@ -160,28 +246,35 @@ def _needs(
         drafter = DFlashDraftModel(config)
         target: Any = AutoModelForCausalLM.from_config(target_config)
     compares, layers = compares_distributions(args.objective), target.get_decoder().layers
+    assert config.target_layer_ids is not None  # every configuration has taps
     # The others are cut off, unless the objective needs the target's distribution.
     read = layers if compares else layers[: config.target_layer_ids[-1] + 1]
     # The target's final hidden states travel too where they are compared with.
     states, width = len(config.target_layer_ids) + compares, config.hidden_size
     tokens, slots, head = rows.num_tokens / len(rows), blocks * config.block_size, config.vocab_size * width
-    drafter_bytes = _drafter_bytes(drafter, config, args, slots, tokens * width * states)
+    exact = float(STATE_BYTES * _parameters(drafter))
     if placement.drafter != placement.target[0]:
         # Embedding and head, in bf16, which are the target's own on the same device.
-        drafter_bytes += 2 * 2 * head
+        exact += 2 * 2 * head
     # Of the blocks some only fill a row up: they are drafted, but do not go through the head.
     head_slots, passed = anchors * (config.block_size - 1), passed_weights(read, target_config)
     work = count_operations(drafter_weights(drafter), head, tokens, slots, head_slots, compares, passed)
-    rate = product_rate(args.device) if args.device.type == "cuda" else ASSUMED_RATE
+    rate, source = _rate(gpu, args.device)
     per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    weights, batch = _target_bytes(target, read, target_config, args, states)
+    heads = f"{config.num_attention_heads}/{config.num_key_value_heads} heads of {config.head_dim}"
     return {
         "anchors_per_row": anchors,
         "target_parameters": _parameters(target),
         "drafter_parameters": _parameters(drafter),
-        "target_bytes": _target_bytes(target, read, target_config, args, states) / len(placement.target),
-        "drafter_bytes": drafter_bytes,
+        "drafter_shape": f"{config.num_hidden_layers} layers, {heads}, MLP {config.intermediate_size}, blocks of "
+        f"{config.block_size}, taps {config.target_layer_ids}, mask token {config.mask_token_id}",
+        "target_weight_bytes": weights / len(placement.target),
+        "target_bytes": (weights + batch) / len(placement.target),
+        "drafter_state_bytes": exact,
+        "drafter_bytes": exact + _activation_bytes(config, args, slots, tokens * width * states),
         "rate": rate,
-        "rate_is_measured": args.device.type == "cuda",
+        "rate_source": source,
         "target_seconds": per_step * work.target / (rate * TARGET_EFFICIENCY),
         "drafter_seconds": per_step * work.drafter / (rate * DRAFTER_EFFICIENCY),
     }
@@ -191,24 +284,20 @@ def _parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def _drafter_bytes(
-    drafter: nn.Module, config: Any, args: DFlashTrainingArguments, slots: float, features: float
-) -> float:
-    """Peak memory of the drafter: weights, optimizer, what the backward needs, prefetched states, one loss chunk."""
+def _activation_bytes(config: Any, args: DFlashTrainingArguments, slots: float, features: float) -> float:
+    """Peak beside the drafter's state: what the backward needs, prefetched hidden states, one chunk of the loss."""
     per_slot = 24 * config.hidden_size + 6 * config.intermediate_size
     per_slot += 8 * config.num_attention_heads * config.head_dim
     layers = 1 if args.activation_checkpointing else config.num_hidden_layers
     # The context in fp32 with its noise, and each batch that waits in bf16.
     feature_bytes = features * (2 * 4 + 2 * (args.prefetch_depth + 1))
-    activations = args.per_device_train_batch_size * (layers * per_slot * slots + feature_bytes)
-    # fp32 weights, gradients and AdamW's two moments.
-    return 16.0 * _parameters(drafter) + activations + CHUNK_BYTES
+    return args.per_device_train_batch_size * (layers * per_slot * slots + feature_bytes) + CHUNK_BYTES
 
 
 def _target_bytes(
     target: Any, read: Any, config: PreTrainedConfig, args: DFlashTrainingArguments, num_states: int
-) -> float:
-    """Peak memory of the target: the layers that run, embedding and head, and the states of a batch."""
+) -> tuple[float, float]:
+    """Memory of the target: the layers that run with embedding and head, and the states of a batch."""
     given = args.target_model_init_kwargs if isinstance(args.target_model_init_kwargs, dict) else {}
     name = str(given.get("dtype") or config.dtype or "float32").removeprefix("torch.")
     size = 2 if name in ("auto", "bfloat16", "float16") else 4
@@ -218,7 +307,7 @@ def _target_bytes(
     tokens = args.row_length * args.per_device_train_batch_size
     # One batch of hidden states is copied away while the next one is made.
     states = 4 * config.intermediate_size + 16 * config.hidden_size + 2 * config.hidden_size * num_states
-    return size * outside + layer_size * _parameters(read) + float(tokens * size * states)
+    return size * outside + layer_size * _parameters(read), float(tokens * size * states)
 
 
 def _quantised_bits(quantization: Any) -> float:
@@ -231,28 +320,48 @@ def _quantised_bits(quantization: Any) -> float:
     return float(values.get("bits", 15.5)) + 0.5
 
 
-def check_memory(plan: Plan, total_bytes: int, num_visible: int) -> None:
-    """Refuse a layout that cannot fit its GPUs even if the estimate is `ESTIMATE_MARGIN` too high.
+def check_memory(plan: Plan, replan: Callable[..., Plan], num_visible: int) -> None:
+    """Refuse, with a ValueError, a run that does not fit its GPUs; it names changes that were tried and help.
 
-    `total_bytes` is the memory of a GPU, `num_visible` how many the processes see. The ValueError names the command
-    that would work on them.
+    `replan` makes the plan with some training arguments changed; `num_visible` GPUs are there.
     """
-    halves = plan.target_bytes, plan.drafter_bytes
-    needed = sum(halves) if plan.layout == "shared" else max(halves)
-    if needed * (1 - ESTIMATE_MARGIN) <= total_bytes:
+    assert plan.capacity is not None
+    lacking = [need for need in plan.needs() if need.verdict(plan.capacity) == "does not fit"]
+    if not lacking:
         return
-    if plan.layout == "shared" and num_visible > 1:
-        config = "two_pairs" if num_visible >= 4 else "one_pair"
-        remedy = f"accelerate launch --config_file recipes/accelerate/{config}.yaml recipes/train_qwen36.py ..."
-    elif plan.target_bytes > plan.drafter_bytes:
-        remedy = "a quantised target (quantization_config in target_model_init_kwargs), or target_layout=spread"
-    else:
-        remedy = "fewer anchors (num_anchors, max_anchors_per_row), or activation_checkpointing"
+    what = [
+        f"{need.name} needs about {need.total / 1e9:.0f} GB ({need.exact / 1e9:.0f} GB exactly)" for need in lacking
+    ]
+    tried = [text for need in lacking for text in _remedies(plan, need.name, replan, num_visible)]
     raise ValueError(
-        f"Layout {plan.layout} needs about {needed / GIGABYTE:.0f} GB on one GPU, which has "
-        f"{total_bytes / GIGABYTE:.0f} GB. With {num_visible} visible GPUs, use: {remedy}. If you know better, pass "
-        "--check_memory false."
+        f"Layout {plan.layout} does not fit: {'; '.join(what)}, and a GPU has {plan.capacity / 1e9:.0f} GB. "
+        f"{'What helps: ' + '; '.join(dict.fromkeys(tried)) + '. ' if tried else ''}"
+        "If you know better, pass --check_memory false."
     )
+
+
+def _remedies(plan: Plan, name: str, replan: Callable[..., Plan], num_visible: int) -> list[str]:
+    """Changes of training arguments that make the device `name` fit, or at least need less."""
+    changes: list[dict[str, Any]] = []
+    if name != "drafter device":
+        if plan.layout == "shared" and num_visible > 1:
+            changes.append({"target_layout": "paired"})
+        if num_visible > 2:
+            changes.append({"target_layout": "spread"})
+        changes.append({"target_model_init_kwargs": {"quantization_config": {"load_in_4bit": True}}})
+    if name != "target device":
+        changes.append({"activation_checkpointing": True})
+        changes += [{"max_anchors_per_row": int(plan.anchors_per_row) >> halvings} for halvings in (1, 2)]
+    before = max(need.total for need in plan.needs() if need.name == name)
+    texts = []
+    for change in changes:
+        needs = replan(**change).needs()
+        need = next((need for need in needs if need.name == name), max(needs, key=lambda need: need.total))
+        if need.total < before:
+            ((key, value),) = change.items()
+            words = f"{key} {value if isinstance(value, str) else json.dumps(value)}"
+            texts.append(f"--{words} ({need.total / 1e9:.0f} GB: {need.verdict(plan.capacity or 0)})")
+    return texts
 
 
 def preflight(

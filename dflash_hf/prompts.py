@@ -1,101 +1,128 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts to measure a drafter with: a file of one's own, or the sets that z-lab reports, in its wording."""
+"""Prompts that a target answers or a drafter is measured with: a file of one's own, or the sets that z-lab reports."""
 
 import importlib
 import json
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from .chats import NAMED_SUFFIXES, clean_messages, clean_tools, nesting_limited, template_kwargs
+from .chats import (
+    NAMED_SUFFIXES,
+    TOKEN_ID_KEYS,
+    RowError,
+    clean_messages,
+    clean_tools,
+    parsed,
+    requested,
+    template_kwargs,
+)
 from .tokenizing import SOURCE_KEY, read_completions
 
 
 _REASONING = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+# What belongs to an answer: of a row that once had another one, nothing of it may stay.
+ANSWER_FIELDS = ("completion", "response", "reasoning_content", "finish_reason", "stop_reason", *TOKEN_ID_KEYS)
+_PROMPT_FIELDS = ("prompt", "messages", "tools", "chat_template_kwargs")
 
 
 @dataclass(frozen=True)
 class EvaluationPrompt:
-    """A chat up to the answer.
-
-    Args:
-        messages: Its messages, as a chat template takes them.
-        source: Where it comes from, for tables.
-        language: Its language, for tables.
-        tools: What the answer may call.
-        template_kwargs: Further arguments of the chat template, such as `{"enable_thinking": false}`.
-    """
+    """A chat up to the answer."""
 
     messages: list[dict[str, Any]]
+    # Where it comes from and its language, for tables.
     source: str | None = None
     language: str | None = None
     tools: list[dict[str, Any]] | None = None
+    # Further arguments of the chat template, such as `{"enable_thinking": false}`.
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    # "file:line" of its row, and the row's other fields.
+    place: str | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
 
 
-def read_prompts(path: str | os.PathLike) -> list[EvaluationPrompt]:
-    """Read rows of `{"prompt": "..."}` or `{"messages": [...]}`, from all that training data is read from.
+def read_prompts(
+    path: str | os.PathLike, drop_answers: bool = True, skipped: list[str] | None = None
+) -> list[EvaluationPrompt]:
+    """Read rows of `{"prompt": "..."}` or `{"messages": [...]}`, or a server's log, as training data is read.
 
-    They may have a `source`, a `language`, `tools` and `chat_template_kwargs`, which are read as those of training
-    data. Of a chat that ends in an answer, as training data does, the answer is left out. The file's name is the
-    source of those that name none.
+    A row may have a `source` (by default the file's name), a `language`, `tools` and `chat_template_kwargs`.
 
     Args:
         path: As in [`read_completions`]: a file of JSON (compressed or not) or of Parquet, or a folder of them.
+        drop_answers: Whether a chat that ends in an answer, as training data does, is a prompt without it.
+        skipped: Takes a message for each row that is not a prompt, which is an error where this is None.
 
     Raises:
         FileNotFoundError: No such file.
-        ValueError: A row that is no prompt, named by its place; no prompt at all; or a file of another kind.
+        ValueError: A row that is not a prompt, named by its place; no prompt at all; or a file of another kind.
     """
-    return [_prompt(row, row.pop(SOURCE_KEY)) for row in read_completions(path)]
+    prompts, first = [], None
+    for row in read_completions(path, "raise" if skipped is None else "skip"):
+        place = row.pop(SOURCE_KEY)
+        try:
+            prompts.append(as_prompt(row, place, drop_answers))
+        except RowError as error:
+            message = f"{place}: {error}"
+            if skipped is None:
+                raise ValueError(message) from error
+            skipped.append(message)
+            first = first or message
+    if not prompts:
+        raise ValueError(f"{path} holds no prompt; the first row is skipped because of {first}")
+    return prompts
 
 
-def _prompt(row: dict[str, Any], place: str) -> EvaluationPrompt:
-    try:
-        with nesting_limited():
-            return _prompt_from(row, _stem(place))
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{place} holds text that is no valid Unicode ({error}).") from error
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
-
-
-def _prompt_from(row: dict[str, Any], file_name: str) -> EvaluationPrompt:
-    # Of Parquet, a column that a row lacks.
-    row = {name: value for name, value in row.items() if value is not None}
-    text = json.dumps(row, ensure_ascii=False, default=str)
-    # Half a surrogate pair, which JSON can spell, is neither a prompt nor a name in a table.
-    text.encode()
-    if ("prompt" in row) == ("messages" in row):
-        raise ValueError(f'expected an object with either "prompt" or "messages", got {text[:80]!r}.')
-    messages = row["messages"] if "messages" in row else [{"role": "user", "content": row["prompt"]}]
+def as_prompt(row: dict[str, Any], place: str, drop_answers: bool = True) -> EvaluationPrompt:
+    """The prompt of a row, as in [`read_prompts`], or its [`RowError`]; `place` is the row's "file:line"."""
+    row = requested(row) if isinstance(row.get("request"), dict) else row
+    # Of Parquet, a column that a row lacks is None.
+    given = {name: row[name] for name in _PROMPT_FIELDS if row.get(name) is not None}
+    if ("prompt" in given) == ("messages" in given):
+        raise RowError("no prompt", f'expected either "prompt" or "messages"; the fields are {sorted(row)}.')
+    messages = parsed(given["messages"]) if "messages" in given else [{"role": "user", "content": given["prompt"]}]
     if not isinstance(messages, list):
-        raise ValueError(f'expected messages of a "role" and a "content" that is text, got {text[:80]!r}.')
-    for name in "source", "language":
-        if not isinstance(row.get(name), str | None):
-            raise ValueError(f"expected a text as {name}, got {row[name]!r}.")
+        raise RowError("no messages", f'expected a list as "messages", got {str(messages)[:80]!r}.')
     messages = clean_messages(messages)
-    while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
-    if not messages or not messages[-1]["content"].strip():
-        raise ValueError(f"there is no text to be answered in {text[:80]!r}.")
-    tools, kwargs = clean_tools(row.get("tools")), template_kwargs(row.get("chat_template_kwargs"))
-    return EvaluationPrompt(messages, row.get("source") or file_name, row.get("language") or None, tools, kwargs)
+    end = len(messages)
+    while end and messages[end - 1]["role"] == "assistant":
+        end -= 1
+    if 0 < end < len(messages) and not drop_answers:
+        raise RowError(
+            "answered",
+            f"the chat ends in an answer, {messages[-1]['content'][:40]!r}: `--drop_answers true` gives it a new one.",
+        )
+    messages = messages[:end]
+    if not messages or messages[-1]["role"] not in ("user", "tool") or not messages[-1]["content"].strip():
+        raise RowError("no prompt", 'the last message should be a text of "user" or "tool" that can be answered.')
+    return EvaluationPrompt(
+        messages,
+        _text(row.get("source")) or _stem(place),
+        _text(row.get("language")),
+        clean_tools(given.get("tools")),
+        template_kwargs(given.get("chat_template_kwargs")),
+        place,
+        {name: value for name, value in row.items() if name not in (*_PROMPT_FIELDS, *ANSWER_FIELDS)},
+    )
 
 
-def _stem(place: str) -> str:
+def _stem(place: str) -> str | None:
     """The name of a row's file, without what says its kind."""
     # Of a chained address, as zip://FILE::ARCHIVE, the link that names the file.
     links = place.rpartition(":")[0].rstrip("/").split("::")
     name = next((link for link in links if link.endswith(NAMED_SUFFIXES)), links[-1]).rpartition("/")[2]
-    stem = next((name.removesuffix(suffix) for suffix in NAMED_SUFFIXES if name.endswith(suffix)), name)
-    # Bytes of a name that are no UTF-8 cannot be written into tables.
-    return stem.encode("utf-8", "replace").decode()
+    return _text(next((name.removesuffix(suffix) for suffix in NAMED_SUFFIXES if name.endswith(suffix)), name))
+
+
+def _text(value: Any) -> str | None:
+    # Half a surrogate pair, from JSON or a file's name, cannot be written into tables.
+    return str(value).encode("utf-8", "replace").decode() if value else None
 
 
 def preset_prompts(name: str, num_prompts: int | None = None) -> list[EvaluationPrompt]:
@@ -120,35 +147,43 @@ def preset_prompts(name: str, num_prompts: int | None = None) -> list[Evaluation
 
 
 def prompt_token_ids(
-    prompts: list[EvaluationPrompt], tokenizer: PreTrainedTokenizerBase, enable_thinking: bool | None = None
+    prompts: Sequence[EvaluationPrompt | str | dict[str, Any] | Sequence[dict[str, Any]]],
+    tokenizer: PreTrainedTokenizerBase,
+    enable_thinking: bool | None = None,
 ) -> list[list[int]]:
     """Token ids of each chat as at inference.
 
     Args:
-        prompts: The chats.
-        tokenizer: The target's, with its chat template.
+        prompts: The chats, as [`EvaluationPrompt`], a row of `prompt` or `messages`, messages, or the text of one
+            message. A tokenizer without a chat template, of a base model, takes texts as they are.
+        tokenizer: The target's.
         enable_thinking: Handed to the template if given, where a prompt has no say of its own.
 
     Raises:
         ValueError: There is no template, or it fails on a prompt, which is named.
     """
-    if not tokenizer.chat_template:
-        raise ValueError(
-            "The tokenizer has no chat template, so the target's prompts are unknown: give a target that has one."
-        )
     given: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
     rows = []
     for number, prompt in enumerate(prompts, start=1):
+        if isinstance(prompt, str) and not tokenizer.chat_template:
+            rows.append(list(tokenizer(prompt)["input_ids"]))
+            continue
+        if isinstance(prompt, dict):
+            prompt = as_prompt(prompt, f"prompt {number}")
+        elif not isinstance(prompt, EvaluationPrompt):
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            prompt = EvaluationPrompt(clean_messages(messages))
+        if not tokenizer.chat_template:
+            raise ValueError("The tokenizer has no chat template, so chats cannot be written out for this target.")
         options = given | prompt.template_kwargs | {"add_generation_prompt": True, "return_dict": True}
         tools: Any = prompt.tools
         try:
             encoded: Any = tokenizer.apply_chat_template(prompt.messages, tools=tools, **options)
         # A template fails with Jinja's errors or with any of the Python operations in it.
         except Exception as error:
-            source = f" ({prompt.source})" if prompt.source else ""
             raise ValueError(
-                f"The chat template fails on prompt {number}{source}: {type(error).__name__}: {error}. Its last "
-                f"message begins {prompt.messages[-1]['content'][:60]!r}."
+                f"The chat template fails on {prompt.place or f'prompt {number}'}: {type(error).__name__}: {error}. "
+                f"Its last message begins {prompt.messages[-1]['content'][:60]!r}."
             ) from error
         rows.append(list(encoded["input_ids"]))
     return rows

@@ -103,7 +103,7 @@ def build_repository(
         folder: To write to, empty or new.
         repo_id: "OWNER/NAME" of the repository.
         facts: `training.json` of the run.
-        results: `results.json` of `recipes/evaluate_acceptance.py` or the demo.
+        results: `results.json` of `dflash-hf evaluate` or the demo.
         results_drafter: Which drafter of it, where it has several.
         plots: Further images.
         options: What the publisher adds to the card.

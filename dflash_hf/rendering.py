@@ -6,6 +6,7 @@ chat -> turns     one per answer: the prompt as at inference, and what the targe
      -> documents input_ids int32 [T], supervised_spans: half-open [start, stop) ranges that the target generated
 """
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -25,6 +26,10 @@ from .chats import REASONING_KEYS, Chat, RowError, nesting_limited
 HIDDEN = "\ufdd0"
 # Characters of a conversation: more than any target reads, and what a tokenizer takes gigabytes for.
 LARGEST_TEXT = 10_000_000
+# A template fails with Jinja's errors or with those of the Python operations in it.
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+# What a template is given to see how it reads messages.
+PROBE = "probe"
 
 
 @dataclass(frozen=True)
@@ -39,9 +44,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Turn:
-    """One answer: the prompt's text, the answer's pieces, and what text the template put before the message's own."""
+    """One answer: the prompt, the answer's pieces, and what text the template put before the message's own."""
 
-    prompt: str
+    # Its text, or the ids that a server was given.
+    prompt: str | list[int]
     pieces: list[Piece]
     # None where the answer's text does not tell its ids: then later turns cannot go on from it.
     answer: str | None
@@ -72,12 +78,12 @@ def drafts_of(turns: Sequence[Turn], merge: bool) -> list[Draft]:
     # The text of the last draft, up to which the next prompt must agree with it.
     so_far: str | None = None
     for turn in turns:
-        if merge and so_far is not None and turn.prompt.startswith(so_far):
+        if merge and so_far is not None and isinstance(turn.prompt, str) and turn.prompt.startswith(so_far):
             pieces = [*drafts.pop().pieces, Piece(turn.prompt[len(so_far) :], False), *turn.pieces]
         else:
             pieces = [Piece(turn.prompt, False, is_apart=False), *turn.pieces]
         drafts.append(Draft(pieces, turn.is_truncated))
-        so_far = None if turn.answer is None else turn.prompt + turn.answer
+        so_far = turn.prompt + turn.answer if isinstance(turn.prompt, str) and turn.answer is not None else None
     return drafts
 
 
@@ -99,6 +105,35 @@ def windows(document: Document, length: int) -> list[Document]:
         if spans:
             documents.append(Document(document.input_ids[:end], spans, document.is_truncated or end < total))
     return documents
+
+
+def _checked(text: str) -> str:
+    """A text that can be encoded."""
+    if len(text) > LARGEST_TEXT:
+        raise RowError("text too long", f"the text has {len(text):,} characters, more than {LARGEST_TEXT:,}.")
+    try:
+        # Half a surrogate pair, which JSON can spell, fails here and not within a batch of other rows.
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RowError("broken Unicode", f"the text is not valid Unicode ({error}).") from error
+    return text
+
+
+def _with_parts(message: dict) -> dict:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def _with_text_arguments(message: dict) -> dict:
+    def spelled(call: dict) -> dict:
+        if "function" in call:
+            return {**call, "function": spelled(call["function"])}
+        arguments = call["arguments"]
+        return {
+            **call,
+            "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False),
+        }
+
+    return {**message, "tool_calls": [spelled(call) for call in message["tool_calls"]]}
 
 
 # --- What belongs to one answer: its text, its thinking, and whether a template rendered all of it.
@@ -201,23 +236,28 @@ class ChatFormat:
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def turns(self, chat: Chat, last_only: bool = False) -> list[Turn]:
-        """The answers of a chat, or the last alone.
+        """The answers of a chat that are to be learnt from, or the last of its answers alone.
 
         Raises:
-            RowError: What the template makes of the chat cannot be used.
+            RowError: What the template makes of the chat cannot be used, or nothing of it is to be learnt from.
         """
         answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        learnt = [i for i in (answers[-1:] if last_only else answers) if i not in chat.untrained]
+        if not learnt:
+            raise RowError("not trained", "the row says of each answer that it is not to be learnt from.")
         with nesting_limited():
-            return [self._turn(chat, i, i == answers[-1]) for i in (answers[-1:] if last_only else answers)]
+            return [self._turn(chat, i, i == answers[-1]) for i in learnt]
 
     def _turn(self, chat: Chat, index: int, is_last: bool) -> Turn:
         message = chat.messages[index]
+        is_stopped = chat.stop_text is not None and chat.stop_text not in self.end_texts
+        is_truncated = is_last and (chat.is_truncated or is_stopped)
+        if chat.raw_prompt is not None:
+            return self._raw_turn(chat, chat.raw_prompt, message, is_truncated)
         if self.infer_thinking:
             thinks = bool(own_thinking(message)) or "</think>" in message["content"]
             chat = replace(chat, template_kwargs={"enable_thinking": thinks, **chat.template_kwargs})
         prompt = self._render(chat, chat.messages[:index], add_generation_prompt=True)
-        is_stopped = chat.stop_text is not None and chat.stop_text not in self.end_texts
-        is_truncated = is_last and (chat.is_truncated or is_stopped)
         if is_last and chat.completion_ids is not None:
             return Turn(prompt, [Piece(chat.completion_ids, True)], None, is_truncated)
         apart = with_thinking_apart(message, prompt, is_truncated)
@@ -233,6 +273,16 @@ class ChatFormat:
                 return self._turn_of(chat, index, apart, prompt, is_truncated)
         return turn
 
+    def _raw_turn(self, chat: Chat, prompt: str | list[int], message: dict, is_truncated: bool) -> Turn:
+        """The answer to a request to /v1/completions, whose prompt a server encodes as it is, with special tokens."""
+        if isinstance(prompt, str):
+            prompt = cast(list[int], self.tokenizer(_checked(prompt), verbose=False)["input_ids"])
+        if chat.completion_ids is not None:
+            return Turn(prompt, [Piece(chat.completion_ids, True)], None, is_truncated)
+        message, _ = self._hide_ends(message)
+        text = _checked(message["content"] + (self.tokenizer.eos_token or self.end_texts[0]))
+        return Turn(prompt, self._spelled_out(self._generated(text, message, is_truncated)), None, is_truncated)
+
     def _turn_of(self, chat: Chat, index: int, message: dict, prompt: str, is_truncated: bool) -> Turn:
         message, is_hidden = self._hide_ends(message)
         rendered = self._rendered_answer(chat, prompt, [*chat.messages[:index], message])
@@ -244,21 +294,46 @@ class ChatFormat:
 
     def _render(self, chat: Chat, messages: list[dict], add_generation_prompt: bool) -> str:
         kwargs = {**self.template_kwargs, **chat.template_kwargs, "add_generation_prompt": add_generation_prompt}
-        tools = cast(Any, chat.tools)
         try:
-            text = cast(str, self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **kwargs))
-        # A template fails with Jinja's errors or with those of the Python operations in it.
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            text = self._applied([self._spelled(message) for message in messages], tools=chat.tools, **kwargs)
+        except TEMPLATE_ERRORS as error:
             what = f"the chat template failed on the first {len(messages)} messages ({type(error).__name__}: {error})."
             raise RowError("template failed", what) from error
-        if len(text) > LARGEST_TEXT:
-            raise RowError("text too long", f"the text has {len(text):,} characters, more than {LARGEST_TEXT:,}.")
+        return _checked(text)
+
+    def _applied(self, messages: list[dict], **kwargs: Any) -> str:
+        return cast(str, self.tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))
+
+    def _spelled(self, message: dict) -> dict:
+        """A message in the spelling that the template reads."""
+        if "tool_calls" in message and self._wants_text:
+            message = _with_text_arguments(message)
+        return _with_parts(message) if self._wants_parts else message
+
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether the template leaves out or cannot read a content that is a text, but reads one of parts."""
+        message = {"role": "user", "content": PROBE}
+        return PROBE not in self._tried([message]) and PROBE in self._tried([_with_parts(message)])
+
+    @cached_property
+    def _wants_text(self) -> bool:
+        """Whether the template reads the arguments of calls as text alone, and not as an object."""
+        call = {"id": PROBE, "type": "function", "function": {"name": PROBE, "arguments": {"x": ""}}}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        texts = []
+        for message in (answer, _with_text_arguments(answer)):
+            messages = [{"role": "user", "content": ""}, message]
+            texts.append(self._tried([_with_parts(m) if self._wants_parts else m for m in messages]))
+        # Python's own words for an object are not what a target writes.
+        return PROBE in texts[1] and (PROBE not in texts[0] or str({"x": ""}) in texts[0])
+
+    def _tried(self, messages: list[dict]) -> str:
+        """What the template writes, or nothing where it fails."""
         try:
-            # Half a surrogate pair, which JSON can spell, fails here and not within a batch of other rows.
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise RowError("broken Unicode", f"the text is not valid Unicode ({error}).") from error
-        return text
+            return self._applied(messages, **self.template_kwargs)
+        except TEMPLATE_ERRORS:
+            return ""
 
     def _rendered_answer(self, chat: Chat, prompt: str, messages: list[dict]) -> str:
         """What the template writes after the prompt once the last message, the answer, is there (case DT1)."""

@@ -33,7 +33,6 @@ from .checkpointing import (
     STAGING_PREFIX,
     check_disk_space,
     checkpoint_bytes,
-    checkpoints_in,
     clean_up,
     last_complete_checkpoint,
     manifest_problems,
@@ -217,24 +216,10 @@ def _change(kind: str, there: Any, here: Any) -> str:
     return f"documents of another manifest, {names[0]} there and {names[1]} here"
 
 
-def _learning_differences(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:
-    names = [name for name in LEARNING_ARGUMENTS if name in saved["arguments"]]
-    return _differences(saved["arguments"], own["arguments"], names)
-
-
 def _optimizer(record: dict[str, Any]) -> str:
     """Name of the optimizer whose state a checkpoint holds."""
     name = record["arguments"]["optim"]
     return ("muon and " if record["arguments"].get("muon") else "") + (ADAMW[0] if name in ADAMW else name)
-
-
-def is_same_run(folder: Path, own: dict[str, Any]) -> bool:
-    """Whether a checkpoint is one that the run with a record comes to as well, or that says nothing of itself."""
-    try:
-        saved = read_record(folder)
-    except (OSError, ValueError):
-        return True
-    return not _changes(saved, own) and not _learning_differences(saved, own)
 
 
 def check_record(folder: Path, own: dict[str, Any], allowed: list[str]) -> None:
@@ -270,7 +255,9 @@ def check_record(folder: Path, own: dict[str, Any], allowed: list[str]) -> None:
             "\n  ".join([f"The checkpoint {folder} is of another run, which this one would not continue:", *refused])
             + f"\nResume with what it was made with, or name what may differ in allow_resume_changes ({CHANGES})."
         )
-    notes += _learning_differences(saved, own) + _differences(saved["versions"], own["versions"], own["versions"])
+    names = [name for name in LEARNING_ARGUMENTS if name in saved["arguments"]]
+    notes += _differences(saved["arguments"], own["arguments"], names)
+    notes += _differences(saved["versions"], own["versions"], own["versions"])
     if notes:
         logger.warning(f"Resuming {folder} with changes: {'; '.join(notes)}.")
 
@@ -316,7 +303,6 @@ def resume_folder(
     # On the command line both are words.
     resume = {"true": True, "false": False}.get(str(resume).lower(), resume)
     if resume is None or resume is False:
-        _tell_of_others(output_dir, record, None)
         return None
     if resume is True:
         folder = _newest(output_dir, args.remote_checkpoint_dir)
@@ -327,7 +313,6 @@ def resume_folder(
         folder = _given(Path(resume))
     _check_states(folder)
     check_record(folder, record, args.allow_resume_changes or [])
-    _tell_of_others(output_dir, record, step_of(folder) or 0)
     return folder
 
 
@@ -383,28 +368,6 @@ def _check_states(folder: Path) -> None:
         raise ValueError(
             f"The checkpoint {folder} has no {', '.join(missing)} (save_only_model leaves them out). Take another "
             "one, or start a new run from its drafter (model=FOLDER, without resume_from_checkpoint)."
-        )
-
-
-def _tell_of_others(output_dir: str, record: dict[str, Any], step: int | None) -> None:
-    """Warn of checkpoints beyond the step of the one resumed, None for a run that starts anew.
-
-    Those of another run would be taken by the next resume_from_checkpoint=True; those of the same run are written over
-    where whoever starts the same command again after an interrupt may expect it to go on.
-    """
-    begin = step or 0
-    beyond = [path for there, path in checkpoints_in(output_dir).items() if there > begin]
-    others = [path.name for path in beyond if not is_same_run(path, record)]
-    own = [path.name for path in beyond if path.name not in others]
-    if others:
-        logger.warning(
-            f"{output_dir} holds {', '.join(others)} of another run, beyond step {begin} where this one begins. "
-            "resume_from_checkpoint=True would take the last of them: delete them, or give another output_dir."
-        )
-    if own and step is None:
-        logger.warning(
-            f"This run starts anew and will write over the checkpoints of the same run in {output_dir}, up to "
-            f"{own[-1]}. To go on from there, give resume_from_checkpoint=True."
         )
 
 

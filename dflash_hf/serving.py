@@ -11,7 +11,6 @@ import os
 import random
 import re
 import time
-import urllib.parse
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -32,11 +31,6 @@ logger = logging.get_logger(__name__)
 
 Group: TypeAlias = tuple[str | None, str | None]
 
-# Bytes of a page or an answer, which has some kilobytes; what is larger is something else, or never ends.
-LARGEST_PAGE = 2**28
-# More slots than any block has.
-MAX_SLOTS = 1024
-
 # Statuses below 500 to which a later request may get a better answer.
 RETRIED_STATUSES = (408, 409, 425, 429)
 LONGEST_WAIT = 60.0
@@ -44,6 +38,9 @@ LONGEST_WAIT = 60.0
 LONGEST_RETRY_AFTER = 600.0
 # So many prompts in a row may fail by themselves after others were answered.
 FEWEST_FAILURES = 8
+
+# What reading a page or an answer raises that lacks something, or has another form than vLLM's and SGLang's.
+OTHER_FORM = (AttributeError, LookupError, TypeError, ValueError)
 
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _POSITION = re.compile(r'position="(\d+)"')
@@ -79,10 +76,6 @@ class StatusError(ServerError):
         super().__init__(f"{address} answered with {self.answer}")
 
 
-class MalformedAnswer(ValueError):
-    """A page or an answer lacks something or has another form than vLLM's and SGLang's; the message says what."""
-
-
 class AnswerError(RuntimeError):
     """A prompt stays unanswered; the message says what the server did."""
 
@@ -98,6 +91,10 @@ def _json_object(text: bytes) -> dict[str, Any]:
     return value
 
 
+def _model_names(page: bytes) -> list[str]:
+    return [model["id"] for model in _json_object(page).get("data") or []]
+
+
 def _events(stream: bytes) -> list[dict[str, Any]]:
     # Only these line ends: texts may hold others, such as U+2028, as they are.
     data = [line.removeprefix(b"data:").strip() for line in stream.split(b"\n") if line.startswith(b"data:")]
@@ -107,14 +104,8 @@ def _events(stream: bytes) -> list[dict[str, Any]]:
 class HttpClient:
     """Asks one server; the environment variable `OPENAI_API_KEY` holds its key if it has one.
 
-    Args:
-        url: Its address.
-        timeout: Seconds without a byte after which a request has failed, and seconds that the body of a page or each
-            event of a stream may take.
-
-    Raises:
-        UnusableAddress: The address or the key cannot be used; a secret is not repeated.
-        ServerError: By [`ask`], when the server fails.
+    `timeout` are the seconds without a byte after which a request has failed, and those that a page or each event of a
+    stream may take. [`UnusableAddress`] says that the address or the key cannot be used, and repeats no secret.
     """
 
     def __init__(self, url: str, timeout: float):
@@ -140,17 +131,17 @@ class HttpClient:
                     raise StatusError(address, response)
                 return parse(self._content(response))
         except (TimeoutError, httpx2.TimeoutException) as error:
-            problem = f"gave nothing for {self.timeout:g} seconds, or came to no end within {self.timeout:g} seconds"
-            raise ServerError(f"{address} {problem}. See the server's log, or raise the timeout.") from error
+            said = f"gave no answer within {self.timeout:g} seconds: see its log, or raise the timeout"
+            raise ServerError(f"{address} {said}.") from error
         except httpx2.ConnectError as error:
-            problem = f"cannot be reached ({error})"
-            raise ServerError(f"{self.url} {problem}. Start the server, or correct the address.") from error
+            raise ServerError(f"{self.url} cannot be reached ({error}): start the server.") from error
         except httpx2.HTTPError as error:
-            problem = f"broke off ({type(error).__name__}: {error})"
-            raise ServerError(f"{address} {problem}. See the server's log; it may have been killed.") from error
-        except ValueError as error:
-            problem = f"answered with something else than the JSON or text of vLLM and SGLang ({error})"
-            raise ServerError(f"{address} {problem}. Give the engine's own address, not a gateway's.") from error
+            raise ServerError(f"{address} broke off ({type(error).__name__}: {error}). See its log.") from error
+        except OTHER_FORM as error:
+            raise ServerError(
+                f"{address} did not answer with the JSON or text of vLLM and SGLang ({error}). Give the engine's own "
+                "address, not a gateway's."
+            ) from error
 
     def _content(self, response: httpx2.Response) -> bytes:
         """All of a response; a server that dribbles on without end is not waited for."""
@@ -160,8 +151,6 @@ class HttpClient:
             # Comments keep a connection alive behind which nothing is written any more: only events count.
             if b"data:" in part:
                 end = time.monotonic() + self.timeout
-            if len(content) > LARGEST_PAGE:
-                raise ValueError(f"more than {LARGEST_PAGE >> 20} MiB")
             if time.monotonic() > end:
                 raise TimeoutError
         return bytes(content)
@@ -173,14 +162,12 @@ def _check_address(url: str) -> None:
     if "@" in url or "?" in url:
         raise UnusableAddress("The server's address holds credentials or a query: give the key as OPENAI_API_KEY.")
     try:
-        parts = urllib.parse.urlsplit(url)
-        # A wrong port shows when it is read.
-        host, _ = parts.hostname, parts.port
-    except ValueError:
-        host = None
-    is_plain = url.isascii() and url.isprintable() and " " not in url
-    if not host or parts.scheme not in ("http", "https") or not is_plain:
-        raise UnusableAddress(f"{url!r} is no address of a server; give one such as http://localhost:8000.")
+        parts = httpx2.URL(url)
+        is_usable = bool(parts.host) and parts.scheme in ("http", "https") and " " not in url
+    except httpx2.InvalidURL:
+        is_usable = False
+    if not is_usable:
+        raise UnusableAddress(f"{url!r} is not an address of a server; give one such as http://localhost:8000.")
 
 
 def _at_once(
@@ -214,12 +201,9 @@ def or_none(value: float) -> float | None:
 
 @dataclass(frozen=True)
 class Verifications:
-    """What some verifications of the target committed.
+    """Verification forwards of the target, the drafts that they accepted, and how many accepted slot 1, 2, .. each.
 
-    Args:
-        forwards: Verification forwards.
-        accepted: Accepted drafts over all of them.
-        by_slot: Forwards that accepted the draft of slot 1, 2, ..; empty where the server does not tell.
+    `by_slot` is empty where the server does not tell.
     """
 
     forwards: float = 0
@@ -261,14 +245,14 @@ def _samples(page: str) -> dict[str, list[tuple[str, float]]]:
 def _count(value: Any, name: str) -> float:
     """A count that a server gives under a name."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise MalformedAnswer(f"it gives {str(value)[:40]!r} as {name}, where a count is expected. See its log.")
+        raise ValueError(f"it gives {str(value)[:40]!r} as {name}, where a count is expected. See its log.")
     return value
 
 
 def _sum(samples: Mapping[str, list[tuple[str, float]]], name: str, advice: str) -> float:
     """A counter's sum over all engines behind one address."""
     if name not in samples:
-        raise MalformedAnswer(f"its metrics lack {name}, {advice}")
+        raise ValueError(f"its metrics lack {name}, {advice}")
     return sum(_count(value, name) for _, value in samples[name])
 
 
@@ -283,8 +267,6 @@ def _vllm_counters(page: str) -> Verifications:
     for labels, value in samples.get(per_slot, []):
         if position := _POSITION.search(labels):
             by_slot[int(position[1])] += _count(value, per_slot)
-    if sorted(by_slot) != list(range(len(by_slot))):
-        raise MalformedAnswer(f"its metrics count the slots {sorted(by_slot)[:MAX_SLOTS]}, of which some are missing.")
     forwards = _sum(samples, "vllm:spec_decode_num_drafts", advice)
     accepted = _sum(samples, "vllm:spec_decode_num_accepted_tokens", advice)
     return Verifications(forwards, accepted, [by_slot[k] for k in sorted(by_slot)])
@@ -297,15 +279,11 @@ def _sglang_counters(info: Mapping[str, Any], page: str) -> Verifications:
     of it.
     """
     states = info.get("internal_states") or [{}]
-    if not isinstance(states, list) or not all(isinstance(state, dict) for state in states):
-        raise MalformedAnswer(f"its internal_states are {str(states)[:80]!r}, where a list of objects is expected.")
     if len(states) > 1:
-        raise MalformedAnswer(f"it runs {len(states)} data-parallel workers, whose means cannot be pooled. Run one.")
+        raise ValueError(f"it runs {len(states)} data-parallel workers, whose means cannot be pooled. Run one.")
     length = _count(states[0].get("avg_spec_accept_length") or 0, "avg_spec_accept_length")
     if not length:
         return Verifications()
-    if length < 1:
-        raise MalformedAnswer(f"its avg_spec_accept_length is {length}, and each verification commits a token.")
     samples = _samples(page)
     advice = "so there is no number of tokens to take off what was before. Start it with --enable-metrics."
     tokens, requests = (_sum(samples, f"sglang:{name}", advice) for name in ("generation_tokens", "num_requests"))
@@ -319,61 +297,40 @@ def _answer_content(chunks: Sequence[Mapping[str, Any]]) -> tuple[str, int, Veri
 
     `chunks` are those of a stream, or the whole answer as the only one.
     """
-    usages = [usage for chunk in chunks if (usage := _part(chunk, "usage", dict))]
+    usages = [usage for chunk in chunks if (usage := chunk.get("usage"))]
     if not usages:
-        raise MalformedAnswer("it breaks off before its `usage`")
-    num_tokens = usages[-1].get("completion_tokens")
-    if not isinstance(num_tokens, int) or isinstance(num_tokens, bool) or num_tokens < 0:
-        raise MalformedAnswer(f"completion_tokens is {str(num_tokens)[:40]!r}")
+        raise ValueError("it breaks off before its `usage`")
+    num_tokens = int(_count(usages[-1]["completion_tokens"], "completion_tokens"))
     own = [verifications for chunk in chunks if (verifications := own_verifications(chunk))]
-    messages = [_part(c, "delta", dict) or _part(c, "message", dict) for chunk in chunks for c in _choices(chunk)]
+    choices = [choice for chunk in chunks for choice in chunk.get("choices") or []]
+    messages = [choice.get("delta") or choice.get("message") or {} for choice in choices]
     names = ("reasoning_content", "reasoning", "content")
-    text = "".join(_part(message, name, str) for message in messages for name in names)
+    text = "".join(message.get(name) or "" for message in messages for name in names)
     return text, num_tokens, own[-1] if own else None
 
 
 def own_verifications(answer: Mapping[str, Any]) -> Verifications | None:
     """An answer's own verifications, from its JSON or the last chunk of its stream, where the engine gives them."""
-    vllm = _part(_part(answer, "metrics", dict), "speculative_decoding", dict)
-    if vllm:
-        histogram = _part(vllm, "acceptance_histogram", dict)
-        if not all(str(accepted).isdecimal() for accepted in histogram):
-            raise MalformedAnswer(f"acceptance_histogram is {str(histogram)[:80]!r}")
-        forwards, accepted = (_count(vllm.get(n), n) for n in ("num_spec_steps", "num_accepted_draft_tokens"))
-        return Verifications(forwards, accepted, _at_least({int(k): count for k, count in histogram.items()}))
-    choices = _choices(answer)
-    sglang = _part(answer, "meta_info", dict) or (_part(choices[0], "meta_info", dict) if choices else {})
+    if vllm := (answer.get("metrics") or {}).get("speculative_decoding"):
+        histogram = {int(accepted): count for accepted, count in (vllm.get("acceptance_histogram") or {}).items()}
+        forwards, accepted = (_count(vllm[n], n) for n in ("num_spec_steps", "num_accepted_draft_tokens"))
+        return Verifications(forwards, accepted, _at_least(histogram))
+    choices = answer.get("choices") or [{}]
+    sglang = answer.get("meta_info") or choices[0].get("meta_info") or {}
     if "spec_verify_ct" not in sglang:
         return None
     forwards = _count(sglang["spec_verify_ct"], "spec_verify_ct")
-    tokens = _count(_part(answer, "usage", dict).get("completion_tokens"), "completion_tokens")
+    tokens = _count(answer["usage"]["completion_tokens"], "completion_tokens")
     # The first token is the prefill's; each verification commits at least one.
     accepted = _count(tokens - 1 - forwards, f"the accepted drafts of {tokens} tokens in {forwards} verifications")
-    return Verifications(forwards, accepted, _at_least(dict(enumerate(_part(sglang, "spec_accept_histogram", list)))))
+    return Verifications(forwards, accepted, _at_least(dict(enumerate(sglang.get("spec_accept_histogram") or []))))
 
 
 def _at_least(histogram: Mapping[int, Any]) -> list[float]:
     """From the number of forwards that accepted 0, 1, .. drafts: those that accepted at least 1, 2, .."""
     counts = {accepted: _count(count, f"forwards with {accepted} accepted") for accepted, count in histogram.items()}
     most = max((accepted for accepted, count in counts.items() if count), default=0)
-    if most > MAX_SLOTS:
-        raise MalformedAnswer(f"a block of it accepted {most} drafts, more than any block has")
     return [sum(count for accepted, count in counts.items() if accepted >= k) for k in range(1, most + 1)]
-
-
-def _choices(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
-    choices = _part(answer, "choices", list)
-    if not all(isinstance(choice, dict) for choice in choices):
-        raise MalformedAnswer(f"choices is {str(choices)[:80]!r}")
-    return choices
-
-
-def _part(whole: Mapping[str, Any], name: str, kind: type) -> Any:
-    """A part that may be missing or null, which is then empty."""
-    value = whole.get(name)
-    if value is not None and not isinstance(value, kind):
-        raise MalformedAnswer(f"{name} is {str(value)[:80]!r}")
-    return kind() if value is None else value
 
 
 # --- Measuring a server, whatever method it speculates with.
@@ -383,47 +340,69 @@ def _part(whole: Mapping[str, Any], name: str, kind: type) -> Any:
 class ServedAnswer:
     """What a server wrote to a prompt, its reasoning first.
 
-    `num_tokens` are those that the server counts, `seconds` go from sending the request to the last token, and
-    `verifications` are the answer's own, where the server tells.
+    `num_tokens` are those that the server counts, `verifications` the answer's own where the server tells them, and
+    `seconds` go from sending the request to the last token.
     """
 
     prompt: EvaluationPrompt
     text: str
     num_tokens: int
+    verifications: Verifications | None
     seconds: float
-    verifications: Verifications | None = None
 
 
 class Server:
     """A running vLLM or SGLang server; the environment variable `OPENAI_API_KEY` holds its key if it has one.
 
-    Args:
-        url: Its address, with or without `/v1`.
-        timeout: Seconds without a byte after which a request has failed.
-        speculates: Whether it must speculate, so that there is something to measure.
-        model: The model to ask; by default the first that it lists.
-
-    Raises:
-        ServerError: It does not answer, is neither of the two, has no such model, or does not speculate although it
-            must.
+    Its address may end in `/v1`. The model to ask is by default the first that it lists. A [`ServerError`] says that
+    it does not answer, is neither of the two, lacks the model, or does not speculate although it must (`speculates`).
     """
 
     def __init__(self, url: str, timeout: float = 600.0, speculates: bool = True, model: str | None = None):
         self.url = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
         self._http = HttpClient(self.url, timeout)
         self.model = self._find_model(model)
-        self.engine = "vllm" if "\nvllm:" in "\n" + self._metrics() else "sglang"
-        if self.engine == "sglang":
-            self._check_sglang(speculates)
-        elif speculates:
+        self.engine = "vllm" if "\nvllm:" in "\n" + (self._page("/metrics", bytes.decode) or "") else "sglang"
+        info = {} if self.engine == "vllm" else self._page("/server_info")
+        if info is None:
+            raise ServerError(
+                f"{self.url} has neither vLLM's metrics (/metrics with vllm:...) nor SGLang's /server_info, so it "
+                "does not say what it verified. Give the address of the engine itself, not of a gateway before it."
+            )
+        if speculates and self.engine == "vllm":
             self.counters()
+        elif speculates and not info.get("speculative_algorithm"):
+            raise ServerError(
+                f"{self.url} is an SGLang server without speculation. Start it with --speculative-algorithm "
+                "(`dflash-hf validate DRAFTER` prints the command)."
+            )
+
+    def _find_model(self, wanted: str | None) -> str:
+        # Adapters are listed behind the model that they adapt.
+        names = self._http.ask("/v1/models", None, _model_names) or ["default"]
+        if wanted not in (None, *names):
+            raise ServerError(f"{self.url} serves {', '.join(names)}, not {wanted}.")
+        if wanted is None and len(names) > 1:
+            logger.warning(f"{self.url} serves {', '.join(names)}: {names[0]} is asked unless another is named.")
+        return wanted or names[0]
+
+    def _page(self, path: str, parse: Callable[[bytes], Any] = _json_object) -> Any:
+        """A page of the server, or None where it has none."""
+        try:
+            return self._http.ask(path, None, parse)
+        except StatusError as error:
+            if error.status != 404:
+                raise
+        return None
 
     def counters(self) -> Verifications:
         """What the server has verified since its start."""
-        page = self._metrics()
+        page = self._page("/metrics", bytes.decode) or ""
         try:
-            return _vllm_counters(page) if self.engine == "vllm" else _sglang_counters(self._server_info() or {}, page)
-        except MalformedAnswer as error:
+            if self.engine == "vllm":
+                return _vllm_counters(page)
+            return _sglang_counters(self._page("/server_info") or {}, page)
+        except OTHER_FORM as error:
             raise ServerError(f"{self.url} does not say what it verified: {error}") from error
 
     def settled_counters(self) -> Verifications:
@@ -435,10 +414,7 @@ class Server:
             if now == last:
                 return now
             last = now
-        raise ServerError(
-            f"The counters of {self.url} still rise two seconds after the last answer: somebody else uses the server. "
-            "Measure on a server that has no other requests."
-        )
+        raise ServerError(f"The counters of {self.url} still rise two seconds after the last answer: others use it.")
 
     def counters_or_error(self) -> Verifications | ServerError:
         """The settled counters, or why there are none: answers may bring their own."""
@@ -457,19 +433,17 @@ class Server:
         path, start = "/v1/chat/completions", time.perf_counter()
         try:
             chunks = self._http.ask(path, body, _events) if streams else [self._http.ask(path, body)]
+            seconds = time.perf_counter() - start
+            if errors := [chunk["error"] for chunk in chunks if chunk.get("error")]:
+                raise ValueError(f"an error, {errors[0]}")
+            return ServedAnswer(prompt, *_answer_content(chunks), seconds)
         except ServerError as error:
             raise ServerError(f"{error} The prompt was {asked}.") from error
-        seconds = time.perf_counter() - start
-        if errors := [chunk["error"] for chunk in chunks if chunk.get("error")]:
-            raise ServerError(f"{self.url} answered {asked} with an error: {errors[0]}. See the server's log.")
-        try:
-            text, num_tokens, verifications = _answer_content(chunks)
-        except MalformedAnswer as error:
+        except OTHER_FORM as error:
             raise ServerError(
-                f"{self.url} answered {asked} in another form than vLLM and SGLang do: {error}. See the server's log, "
-                "or give the address of the engine itself in place of a gateway."
+                f"{self.url} answered {asked} in another form than vLLM and SGLang do: {error}. See its log, or give "
+                "the engine's own address in place of a gateway's."
             ) from error
-        return ServedAnswer(prompt, text, num_tokens, seconds, verifications)
 
     def ask_all(
         self, prompts: Sequence[EvaluationPrompt], settings: dict[str, Any], concurrency: int, bar: tqdm
@@ -505,58 +479,16 @@ class Server:
         if min(new.forwards, new.accepted, *new.by_slot) < 0:
             raise ServerError(
                 f"The counters of {self.url} went back, from {before.forwards:.0f} verifications to "
-                f"{after.forwards:.0f} and from {before.accepted:.0f} accepted drafts to {after.accepted:.0f}: the "
-                "server was restarted or its counters were reset meanwhile. Measure again."
+                f"{after.forwards:.0f}: the server was restarted meanwhile. Measure again."
             )
         return new, False
-
-    def _find_model(self, wanted: str | None) -> str:
-        models = self._http.ask("/v1/models").get("data") or [{"id": "default"}]
-        # Adapters are listed behind the model that they adapt.
-        names = [model["id"] for model in models if isinstance(model, dict) and isinstance(model.get("id"), str)]
-        if not names or wanted not in (None, *names):
-            raise ServerError(
-                f"{self.url} serves {', '.join(names) or 'no model'}" + (f", not {wanted}." if wanted else ".")
-            )
-        if wanted is None and len(names) > 1:
-            logger.warning(f"{self.url} serves {', '.join(names)}: {names[0]} is asked unless another is named.")
-        return wanted or names[0]
-
-    def _check_sglang(self, speculates: bool) -> None:
-        info = self._server_info()
-        if info is None:
-            raise ServerError(
-                f"{self.url} has neither vLLM's metrics (/metrics with vllm:...) nor SGLang's /server_info, so it "
-                "does not say what it verified. Give the address of the engine itself, not of a gateway before it."
-            )
-        algorithm = info.get("speculative_algorithm")
-        if speculates and not algorithm:
-            raise ServerError(
-                f"{self.url} is an SGLang server without speculation (its speculative_algorithm is {algorithm}). "
-                "Start it with --speculative-algorithm (`dflash-hf validate DRAFTER` prints the command)."
-            )
-
-    def _metrics(self) -> str:
-        return self._first(["/metrics"], bytes.decode) or ""
-
-    def _server_info(self) -> dict[str, Any] | None:
-        # Older releases know the longer name alone.
-        return self._first(["/server_info", "/get_server_info"], _json_object)
-
-    def _first(self, paths: Sequence[str], parse: Callable[[bytes], Any]) -> Any:
-        """The first of some pages that the server has; None where it has none of them."""
-        for path in paths:
-            try:
-                return self._http.ask(path, None, parse)
-            except StatusError as error:
-                if error.status != 404:
-                    raise
-        return None
 
 
 def request_body(prompt: EvaluationPrompt, settings: dict[str, Any]) -> dict[str, Any]:
     """A prompt as servers take it: the arguments of earlier tool calls as JSON, its own template arguments on top."""
-    body: dict[str, Any] = {**settings, "messages": [dict(message) for message in prompt.messages]}
+    # Whether an answer is to be learned is nothing to a server.
+    messages = [{name: value for name, value in m.items() if name != "train"} for m in prompt.messages]
+    body: dict[str, Any] = {**settings, "messages": messages}
     for message in body["messages"]:
         if "tool_calls" in message:
             message["tool_calls"] = [_with_json_arguments(call) for call in message["tool_calls"]]
@@ -569,30 +501,22 @@ def request_body(prompt: EvaluationPrompt, settings: dict[str, Any]) -> dict[str
 
 def _with_json_arguments(call: dict[str, Any]) -> dict[str, Any]:
     function = dict(call.get("function", call))
-    if not isinstance(function.get("arguments"), str):
-        function["arguments"] = json.dumps(function.get("arguments") or {})
+    arguments = function.get("arguments")
+    # A call without arguments is written as one of none, whichever way its row spells that.
+    function["arguments"] = arguments if isinstance(arguments, str) and arguments else json.dumps(arguments or {})
     return {**call, "function": function}
 
 
 @dataclass(frozen=True)
 class ServerReport:
-    """What was measured on a server.
+    """What was measured on a server."""
 
-    Args:
-        engine: "vllm" or "sglang".
-        model: Its model.
-        per_request: Whether the verifications are the answers' own, not the server's counters.
-        answers: All answers.
-        seconds: Time in which they were asked.
-        groups: Verifications by (source, language).
-    """
-
-    engine: str
+    engine: str  # "vllm" or "sglang"
     model: str
-    per_request: bool
+    per_request: bool  # whether the verifications are the answers' own, not the server's counters
     answers: list[ServedAnswer]
-    seconds: float
-    groups: dict[Group, Verifications]
+    seconds: float  # in which they were asked
+    groups: dict[Group, Verifications]  # by source and language
 
     def with_group(
         self, answers: list[ServedAnswer], seconds: float, verifications: Verifications, per_request: bool
@@ -613,6 +537,12 @@ class ServerReport:
         return Verifications.total(self.groups.values())
 
     @property
+    def slot_acceptance(self) -> list[float]:
+        """Share of the verifications that accept the draft of slot 1, 2, ..; empty where the server does not tell."""
+        total = self.verifications
+        return [count / total.forwards for count in total.by_slot]
+
+    @property
     def tokens_per_second(self) -> float:
         """Generated tokens over the time of the whole run."""
         return sum(answer.num_tokens for answer in self.answers) / self.seconds
@@ -625,7 +555,7 @@ class ServerReport:
             "model": self.model,
             "per_request": self.per_request,
             "acceptance_length": or_none(total.acceptance_length),
-            "slot_acceptance": [count / total.forwards for count in total.by_slot],
+            "slot_acceptance": self.slot_acceptance,
             "forwards": total.forwards,
             "num_prompts": len(self.answers),
             "num_tokens": sum(answer.num_tokens for answer in self.answers),
@@ -656,12 +586,10 @@ def measure_server(
         keep: Called with the report so far after each source and language, and with what was answered before an error
             or an interrupt.
 
-    Raises:
-        ServerError: The server counts nothing or anew, breaks off, or takes too long.
-        ValueError: There is no prompt or no request at a time.
+    A [`ServerError`] says that the server counts nothing or anew, breaks off, or takes too long.
     """
-    if not prompts or concurrency < 1:
-        raise ValueError(f"There are {len(prompts)} prompts and concurrency is {concurrency}; expected at least 1.")
+    if not prompts:
+        raise ValueError("There is no prompt to ask.")
     by_group: dict[Group, list[EvaluationPrompt]] = defaultdict(list)
     for prompt in prompts:
         by_group[prompt.source, prompt.language].append(prompt)
@@ -747,17 +675,19 @@ class CompletionServer:
             pause = min(LONGEST_WAIT, self.first_wait * 2**attempt) * random.uniform(0.75, 1.25)
             try:
                 answer = self._http.ask("/chat/completions", body)
-                choices = _choices(answer)
-                if not choices or not _part(choices[0], "message", dict):
-                    raise MalformedAnswer(f"the answer has no message: {str(answer)[:200]}")
-                return {**choices[0], "usage": _part(answer, "usage", dict)}
+                choice = answer["choices"][0]
+                if not dict(choice["message"]):
+                    raise ValueError("an empty message")
+                return {**choice, "usage": answer.get("usage") or {}}
             except StatusError as error:
                 failure = error.answer
                 if error.status < 500 and error.status not in RETRIED_STATUSES:
                     raise RefusedError(f"the server refused the request ({failure})") from error
                 pause = _retry_after(error.retry_after) or pause
-            except (ServerError, MalformedAnswer) as error:
+            except ServerError as error:
                 failure = f"this: {error}"
+            except OTHER_FORM as error:
+                failure = f"another form than a chat completion's ({error!r}): {str(answer)[:200]}"
             if attempt < self.retries:
                 time.sleep(pause)
         raise AnswerError(f"the server failed {self.retries + 1} times, the last time with {failure}")

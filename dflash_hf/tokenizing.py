@@ -46,6 +46,7 @@ from .documents import (
     make_manifest,
     open_documents,
     read_manifest,
+    remarks,
     thinking_mode,
     tokenizer_identity,
 )
@@ -73,34 +74,24 @@ EMPTY, TOO_LONG = "empty answer", "prompt too long"
 
 @dataclass(frozen=True)
 class TokenizeOptions:
-    """What decides the documents, besides the tokenizer and the rows.
+    """What decides the documents, besides the tokenizer and the rows."""
 
-    Args:
-        max_length: Tokens of a document that are kept.
-        long_documents: "cut" what lies beyond `max_length`, or make "windows": documents that together supervise every
-            answer token once, each behind all that precedes it, and therefore longer than `max_length`.
-        merge_turns: Whether turns become one document where the template leaves the earlier ones as they were.
-        last_turn_only: Whether only a conversation's last answer is supervised.
-        enable_thinking: Handed to the template unless None, where a row has no `chat_template_kwargs` of its own.
-        preserve_thinking: The same, whether the template keeps the thinking of earlier turns.
-        infer_thinking: Whether enable_thinking follows from each answer: True where it holds thinking, else False.
-        template_kwargs: Further arguments of the template, such as `{"date_string": "26 Jul 2024"}`.
-        eos_token_ids: Ids that end a turn besides the tokenizer's own.
-        eval_fraction: Share of the conversations that go into the evaluation split, by a hash of their prompts.
-        source: Name for the `source` column of rows that have none; by default the file's name.
-    """
-
-    max_length: int | None = None
-    long_documents: Literal["cut", "windows"] = "cut"
-    merge_turns: bool = True
-    last_turn_only: bool = False
-    enable_thinking: bool | None = None
-    preserve_thinking: bool | None = None
-    infer_thinking: bool = False
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
-    eos_token_ids: list[int] = field(default_factory=list)
-    eval_fraction: float = 0.0
-    source: str | None = None
+    max_length: int | None = field(default=None, metadata={"help": "Tokens of a document that are kept."})
+    # Windows are documents that together supervise every answer token once, each behind all that precedes it.
+    long_documents: Literal["cut", "windows"] = field(
+        default="cut", metadata={"help": "Cut documents at max_length, or make several that are longer, as windows."}
+    )
+    merge_turns: bool = field(default=True, metadata={"help": "One document of turns that continue each other."})
+    last_turn_only: bool = field(default=False, metadata={"help": "Supervise only a conversation's last answer."})
+    enable_thinking: bool | None = field(default=None, metadata={"help": "For the template, if a row has no say."})
+    preserve_thinking: bool | None = field(default=None, metadata={"help": "The same, for earlier turns' thinking."})
+    infer_thinking: bool = field(default=False, metadata={"help": "Set enable_thinking where an answer has thinking."})
+    template_kwargs: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": 'More variables of the template: {"date_string": "26 Jul 2024"}.'}
+    )
+    eos_token_ids: list[int] = field(default_factory=list, metadata={"help": "Ids that end a turn, too."})
+    eval_fraction: float = field(default=0.0, metadata={"help": "Share of conversations for evaluation, by prompt."})
+    source: str | None = field(default=None, metadata={"help": "Name of rows' source; by default their file's."})
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 1:
@@ -229,8 +220,7 @@ class RowTokenizer:
 def read_completions(
     path: Address, on_error: Literal["raise", "skip"] = "raise", storage_options: StorageOptions = None
 ) -> list[dict]:
-    """Reads the rows of a `.jsonl`, `.jsonl.gz`, `.jsonl.zst` or `.parquet` file, or of all such files directly in a
-    folder, in sorted order; or of a `.json` file, compressed or not, of one list of rows.
+    """Reads the rows of a file that `list_files` knows, or of all such files directly in a folder, in sorted order.
 
     Args:
         path: File or folder, or an fsspec address of one. Blank lines are passed over.
@@ -246,15 +236,7 @@ def read_completions(
     """
     _check_on_error(on_error)
     rows: list[dict] = []
-    num_skipped = 0
-
-    def skip(message: str) -> None:
-        nonlocal num_skipped
-        if on_error == "raise":
-            raise ValueError(message)
-        num_skipped += 1
-        logger.warning("Skipped %s", message)
-
+    skipped: list[str] = []
     fs, _ = open_filesystem(path, storage_options)
     for file in list_files(path, storage_options, recursive=False):
         try:
@@ -262,14 +244,20 @@ def read_completions(
                 if isinstance(row, dict):
                     rows.append({**row, SOURCE_KEY: place})
                 else:
-                    skip(f"{place}: {row}")
-        # Then the rest of the file is lost.
+                    skipped.append(f"{place}: {row}")
+                    if on_error == "raise":
+                        raise ValueError(skipped[-1])
         except SourceError as error:
-            skip(str(error))
-    if num_skipped:
-        logger.warning("%s: skipped %d broken lines and kept %d rows.", path, num_skipped, len(rows))
+            # The rest of the file is lost.
+            skipped.append(str(error))
+            if on_error == "raise":
+                raise ValueError(str(error)) from error
+    for message in skipped:
+        logger.warning("Skipped %s", message)
+    if skipped:
+        logger.warning("%s: skipped %d broken lines and kept %d rows.", path, len(skipped), len(rows))
     if not rows:
-        raise ValueError(f"{path} holds no row ({num_skipped} broken lines skipped): give one JSON object per line.")
+        raise ValueError(f"{path} holds no row ({len(skipped)} broken lines skipped): give one JSON object per line.")
     return rows
 
 
@@ -334,30 +322,13 @@ def tokenize_completions(
     tables = [
         pa.Table.from_pylist([document for _, document in chunk], schema) for chunk in in_memory.documents(named)
     ]
-    _report(in_memory.counts, in_memory.options.max_length)
-    return Dataset(pa.concat_tables(tables))
-
-
-def _report(counts: FileCounts, max_length: int | None) -> None:
-    """Warns of chats that gave no documents and of text that the template wrote; raises where no document is left."""
-    num_dropped = counts.dropped[EMPTY] + counts.dropped[TOO_LONG]
-    num_skipped = counts.dropped.total() - num_dropped
-    skipped = f"skipped {num_skipped} of {counts.rows} chats"
-    dropped = f"dropped {num_dropped} answers that are empty or lie wholly beyond max_length={max_length}"
+    counts = in_memory.counts
+    found = remarks(vars(counts), counts.dropped_examples)
     if not counts.documents:
-        what = "Give chats with answers of the target, and a max_length above the length of their prompts."
-        raise ValueError(f"No document is left to train on: {skipped}, {dropped}. {what}")
-    if num_skipped:
-        logger.warning("Tokenizing %s; each has its own warning above.", skipped)
-    if num_dropped:
-        logger.warning("Tokenizing %s.", dropped)
-    for text, _ in counts.template_texts.most_common(1):
-        logger.warning(
-            "In %d answers the template wrote text of its own before the content, such as %r, which is supervised. If "
-            "the target did not generate it, pass the enable_thinking of the answers, or give `completion_token_ids`.",
-            counts.template_texts.total(),
-            text,
-        )
+        raise ValueError(f"No document is left to train on, of {counts.rows} chats: {'; '.join(found)}")
+    for remark in found:
+        logger.warning("Tokenizing %d chats: %s", counts.rows, remark)
+    return Dataset(pa.concat_tables(tables))
 
 
 def _name(name: str, row: Any) -> str:
@@ -382,8 +353,8 @@ def load_documents(
     """Opens a folder of documents, known by its manifest, or reads and tokenises completions on the spot.
 
     Args:
-        address: Folder that `recipes/tokenize_completions.py` wrote, or a file or folder of completions that fits in
-            memory; on any fsspec file system, which gets `storage_options`.
+        address: Folder that `tokenize_files` wrote, or a file or folder of completions that fits in memory; on any
+            fsspec file system, which gets `storage_options`.
         tokenizer: The target's tokenizer.
         split: "train" or "eval" of a folder of documents; completions are all "train".
         allow_other_template: As in `check_documents_fit`.
@@ -396,10 +367,7 @@ def load_documents(
     manifest = read_manifest(address, storage_options)
     if manifest is None:
         if split != "train":
-            raise ValueError(
-                f"{address} has no {MANIFEST_NAME}, so it holds no split {split!r}: tokenise it with --eval_fraction, "
-                "or name other completions to evaluate on."
-            )
+            raise ValueError(f"{address} holds no split {split!r}: tokenise it first, with --eval_fraction.")
         rows = read_completions(address, storage_options=storage_options)
         return tokenize_completions(rows, tokenizer, **tokenize_kwargs)
     thinking, stored = tokenize_kwargs.get("enable_thinking"), thinking_mode(manifest)
@@ -452,7 +420,6 @@ def tokenize_files(
         OutputError: A shard cannot be written.
     """
     options = options or TokenizeOptions()
-    chat_format = options.chat_format(tokenizer)
     if "strftime_now" in str(tokenizer.chat_template) and not options.template_kwargs:
         logger.warning(
             "The chat template writes today's date, so a run that goes on tomorrow would write another: pass the "
@@ -460,15 +427,20 @@ def tokenize_files(
         )
     if output_storage_options is None:
         output_storage_options = storage_options
+    job = Job(
+        os.fspath(address),
+        os.fspath(output),
+        options.chat_format(tokenizer),
+        options,
+        dict(storage_options or {}),
+        dict(output_storage_options or {}),
+        retries,
+        retry_wait,
+    )
     folder = DocumentFolder(output, output_storage_options)
     fs, root = open_filesystem(address, storage_options)
     if fs.protocol == folder.fs.protocol and f"{folder.root}/".startswith(f"{root.partition('*')[0].rstrip('/')}/"):
-        raise ValueError(
-            f"The output {output} lies within {address}, so the next run would read its shards as completions. Name a "
-            "folder beside it."
-        )
-    storage = dict(storage_options or {}), dict(output_storage_options or {})
-    job = Job(os.fspath(address), os.fspath(output), chat_format, options, *storage, retries, retry_wait)
+        raise ValueError(f"The output {output} lies within {address}, whose rows it would join: name another folder.")
     files = list_files(address, storage_options)
     with folder.alone():
         return job.run(folder, files, num_proc, disable_tqdm)
@@ -529,38 +501,38 @@ class Job:
 
     def result(self, file: SourceFile, on_progress: OnProgress) -> Result:
         """The file's record, or, after some retries, the error that keeps it from being read."""
-        for attempt in range(self.retries + 1):
-            if attempt:
-                time.sleep(self.retry_wait * 2 ** (attempt - 1))
+        # Bytes and tokens of this file that the bar has counted: what is read again counts once.
+        seen = [0, 0]
+
+        def report(position: int, num_tokens: int) -> None:
+            on_progress(position - seen[0], num_tokens - seen[1])
+            seen[:] = position, num_tokens
+
+        for seconds in [*(self.retry_wait * 2**k for k in range(self.retries)), None]:
             try:
-                return self._write(file, on_progress)
+                return self._write(file, report)
             except SourceError as error:
                 failure = error
+                time.sleep(seconds or 0.0)
         return failure
 
-    def _write(self, file: SourceFile, on_progress: OnProgress) -> dict[str, Any]:
+    def _write(self, file: SourceFile, report: Callable[[int, int], None]) -> dict[str, Any]:
+        """Writes the shards of a file and returns its record; `report` takes the bytes read and the tokens made."""
         # Opened by the process that uses them: connections do not survive a fork.
         fs, _ = open_filesystem(self.address, self.storage_options)
         folder = DocumentFolder(self.output, self.output_storage_options)
         counts = FileCounts()
 
-        read = num_tokens = 0
-
-        def report(position: int) -> None:
-            nonlocal read, num_tokens
-            on_progress(position - read, counts.tokens - num_tokens)
-            read, num_tokens = position, counts.tokens
-
         def rows() -> Iterator[tuple[str, dict | RowError]]:
             for place, row, position in read_rows(fs, file):
-                report(position)
+                report(position, counts.tokens)
                 yield place, row
 
         # Bytes of a name that are not UTF-8 are replaced.
         stem = file.name.encode("utf-8", "replace").decode().rpartition("/")[2].partition(".")[0]
         documents = RowTokenizer(self.format, self.options, counts, stem).documents(rows())
         record = folder.write_shards(file, documents, counts)
-        report(file.size)
+        report(file.size, counts.tokens)
         return record
 
 

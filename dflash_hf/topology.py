@@ -45,10 +45,7 @@ def place(local_rank: int, local_world_size: int, num_visible: int, layout: str 
     if layout not in LAYOUTS:
         raise ValueError(f"target_layout is {layout!r}, expected one of {', '.join(LAYOUTS)}.")
     if not 0 <= local_rank < local_world_size or num_visible < 0:
-        raise ValueError(
-            f"Local rank {local_rank} of {local_world_size} with {num_visible} visible GPUs is no process: expected "
-            "0 <= local rank < local world size. Start the processes with accelerate launch."
-        )
+        raise ValueError(f"Local rank {local_rank} of {local_world_size} with {num_visible} GPUs is not a process.")
     if num_visible == 0:
         cpu = torch.device("cpu")
         return Placement("cpu", cpu, (cpu,))
@@ -57,22 +54,15 @@ def place(local_rank: int, local_world_size: int, num_visible: int, layout: str 
         layout = "shared" if num_visible == local_world_size else "paired"
     if num_visible < local_world_size * (1 if layout == "shared" else 2):
         raise ValueError(_too_few(asked, local_world_size, num_visible))
-    per_rank = _targets_per_rank(local_world_size, num_visible) if layout == "spread" else 1
+    per_rank, rest = divmod(num_visible - local_world_size, local_world_size) if layout == "spread" else (1, 0)
+    if rest:
+        raise ValueError(
+            f"{num_visible - local_world_size} GPUs are left for {local_world_size} targets, which get unequal parts. "
+            f"Make {num_visible - rest} of the {num_visible} GPUs visible (gpu_ids, or CUDA_VISIBLE_DEVICES)."
+        )
     first = local_rank if layout == "shared" else local_world_size + local_rank * per_rank
     targets = tuple(torch.device("cuda", first + i) for i in range(per_rank))
     return Placement(layout, torch.device("cuda", local_rank), targets)
-
-
-def _targets_per_rank(local_world_size: int, num_visible: int) -> int:
-    left = num_visible - local_world_size
-    per_rank, rest = divmod(left, local_world_size)
-    if rest:
-        raise ValueError(
-            f"{left} GPUs are left for the targets of {local_world_size} processes, which do not divide them equally. "
-            f"Make {num_visible - rest} of the {num_visible} GPUs visible (gpu_ids in the accelerate configuration, "
-            "or CUDA_VISIBLE_DEVICES)."
-        )
-    return per_rank
 
 
 def _too_few(layout: str, local_world_size: int, num_visible: int) -> str:
@@ -104,8 +94,7 @@ def check_world_size(world_size: int) -> None:
     if started != world_size:
         raise ValueError(
             f"The launcher started {started} processes, but this one is in a group of {world_size}: each would train "
-            "a drafter of its own. Without a GPU, add --use_cpu true (ACCELERATE_USE_CPU=true in the environment); "
-            "otherwise make the training arguments before anything else asks accelerate for its state."
+            "its own drafter. Without a GPU add --use_cpu true, else make the training arguments first of all."
         )
 
 

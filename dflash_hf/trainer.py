@@ -16,15 +16,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
+from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 from transformers.utils import logging
 
 from .acceptance import WalkedAnswer, WalkSums, walk_batch
 from .adapting import check_continuing, check_part, check_resumed_part, is_adapter, make_trainable
 from .callbacks import (
+    CompressGradients,
     Interrupts,
     StepGuard,
     TrainingInterrupted,
@@ -32,18 +34,25 @@ from .callbacks import (
     first_nonfinite_parameter,
     spare_workers,
 )
-from .checkpointing import decided_by_main, rotate, write_checkpoint, writes_alone
+from .checkpointing import decided_by_main, rotate, set_aside, step_of, write_checkpoint, writes_alone
 from .configuration_dflash import DFlashDraftConfig
 from .data_collator import IGNORE_INDEX, DataCollatorForDFlash, check_documents, check_token_ids, num_valid_anchors
 from .documents import check_documents_fit
-from .frozen_target import FrozenHead, FrozenTarget, read_eos_token_ids, varied_lengths
-from .losses import BlockSums, Objective, add_context_noise, compares_distributions, drafter_loss, objective_of
+from .frozen_target import (
+    FrozenHead,
+    FrozenTarget,
+    mask_token_for,
+    read_eos_token_ids,
+    read_target_config,
+    varied_lengths,
+)
+from .losses import BlockSums, Objective, add_context_noise, compares_distributions, drafter_loss
 from .model_card import CardOptions, TrainingFacts
 from .modeling_dflash import DFlashDraftModel
 from .operations import batch_operations, drafter_weights
 from .optimizers import muon_with_adamw
-from .packing import PackedDataset, RowSampler, with_sources
-from .prefetch import PairCallback, make_pair, place_target
+from .packing import PackedDataset, RowSampler, document_lengths, with_sources
+from .prefetch import make_pair, place_target
 from .publishing import push_checkpoint, push_run, write_card
 from .remote_checkpoints import RemoteCheckpointCallback
 from .resuming import (
@@ -63,16 +72,23 @@ logger = logging.get_logger(__name__)
 
 # Anchor slots of a row are padded to a multiple of this, so that their slots fill whole tiles of the attention.
 ANCHOR_BUCKET = 64
+# Any of these columns makes a row of data a chat.
+CHAT_COLUMNS = {"messages", "conversations", "prompt", "request"}
+DOCUMENT_COLUMNS = {"input_ids", "supervised_spans"}
+# Of all figures of a step and of an evaluation, those that trackers and notebooks show.
+SHOWN = ("loss", "acceptance_length", "accuracy")
+# Rows of the embedding that no text holds, by which the published drafters of these families are masked.
+# Fewer steps than this teach a drafter next to nothing, and one that commits less drafts next to nothing.
+FEW_STEPS, LITTLE_ACCEPTED = 20, 1.1
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]  # adds a tensor up over the ranks
 
 
 class TrainingSums:
-    """Sums of the blocks trained on since the last log."""
+    """Sums of the blocks trained on since the last log, and of the present step."""
 
     def __init__(self, block_size: int, device: torch.device):
-        self.blocks = BlockSums.zeros(block_size, device)
-        self.step = BlockSums.zeros(block_size, device)
+        self.blocks, self.step = BlockSums.zeros(block_size, device), BlockSums.zeros(block_size, device)
 
     def end_step(self, left_out: torch.Tensor) -> None:
         """Keep the present step's sums, unless the step is left out, which the device knows."""
@@ -80,32 +96,26 @@ class TrainingSums:
         self.step.values.zero_()
 
     def take(self, reduce: Reduce) -> dict[str, float]:
-        """The metrics, whose loss is NaN where no step was kept; the next ones begin anew."""
+        """The metrics, whose loss is NaN where no step was kept; the next ones start from nothing."""
         sums = BlockSums(reduce(self.blocks.values))
         self.blocks.values.zero_()
-        metrics = sums.metrics()
-        return metrics if sums.values[1] > 0 else metrics | {"loss": float("nan")}
+        return sums.metrics() | ({} if sums.values[1] > 0 else {"loss": float("nan")})
 
 
 class EvaluationSums:
     """Sums of one evaluation: blocks at random anchors, and the walks of whole answers by their source."""
 
-    def __init__(self, block_size: int, device: torch.device):
-        self.block_size, self.device = block_size, device
-        self.restart(None)
-
-    def restart(self, dataset: Any) -> None:
-        """Forget the last evaluation; the next one is of this data set, which may name its documents' sources."""
-        self.blocks = BlockSums.zeros(self.block_size, self.device)
+    def __init__(self, block_size: int, device: torch.device, dataset: Any = None):
+        self.blocks = BlockSums.zeros(block_size, device)
         self._sources: list[str] | None = dataset.sources if isinstance(dataset, PackedDataset) else None
-        self.walk = WalkSums.zeros(self.block_size, sorted(set(self._sources or [])))
+        self.walk = WalkSums.zeros(block_size, sorted(set(self._sources or [])))
 
     def add_answer(self, answer: WalkedAnswer) -> None:
         self.walk.add(answer, None if self._sources is None else self._sources[answer.document])
 
     def metrics(self, reduce: Reduce) -> dict[str, float]:
         """Loss and acceptance as ratios of sums over all blocks and ranks."""
-        blocks, walked = reduce(self.blocks.values), reduce(self.walk.values.to(self.device))
+        blocks, walked = reduce(self.blocks.values), reduce(self.walk.values.to(self.blocks.values.device))
         return BlockSums(blocks).metrics() | WalkSums(walked, self.walk.sources).metrics()
 
 
@@ -137,18 +147,19 @@ class DueEvaluation(TrainerCallback):
 def documents_reader(
     args: DFlashTrainingArguments, target: str, tokenizer: PreTrainedTokenizerBase
 ) -> Callable[..., Dataset]:
-    """[`load_documents`] as a run's arguments say: it takes an address, and a split.
-
-    `target` is a Hub id or folder, whose end-of-sequence ids end an answer.
-    """
+    """[`load_documents`] of an address, and a split, as a run's arguments say; `target` is a Hub id or folder."""
     return partial(
-        load_documents,
-        tokenizer=tokenizer,
-        allow_other_template=args.allow_other_template,
-        max_length=args.max_length or args.row_length,
-        enable_thinking=args.enable_thinking,
-        eos_token_ids=read_eos_token_ids(target),
+        load_documents, tokenizer=tokenizer, allow_other_template=args.allow_other_template, **tokenizing(args, target)
     )
+
+
+def tokenizing(args: DFlashTrainingArguments, target: "str | FrozenTarget") -> dict[str, Any]:
+    """How chats are tokenised in a run; the target's end-of-sequence ids end an answer."""
+    return {
+        "max_length": args.max_length or args.row_length,
+        "enable_thinking": args.enable_thinking,
+        "eos_token_ids": read_eos_token_ids(target) if isinstance(target, str) else target.eos_token_ids,
+    }
 
 
 def row_anchors(rows: PackedDataset, args: DFlashTrainingArguments) -> tuple[float, int]:
@@ -195,31 +206,95 @@ def _data_seed(args: DFlashTrainingArguments) -> int:
     return args.seed if args.data_seed is None else args.data_seed
 
 
+def readable(data: Any, preferred_split: str | None = None) -> Any:
+    """Data that can be packed: one split of a `DatasetDict`, or what was given; anything else is a ValueError.
+
+    Nothing is asked that needs the target, so that wrong data shows before one is loaded. None stays None.
+    """
+    if isinstance(data, DatasetDict):
+        names = list(data)
+        if preferred_split not in data and len(names) != 1:
+            raise ValueError(f"The data is a DatasetDict of {names}: give one split, such as data[{names[0]!r}].")
+        data = data[preferred_split if preferred_split in data else names[0]]
+    if data is None or isinstance(data, PackedDataset):
+        return data
+    if isinstance(data, IterableDataset | IterableDatasetDict | torch.utils.data.IterableDataset):
+        raise ValueError(
+            f"The data is a {type(data).__name__}, a stream, whose rows cannot be packed and shuffled. Tokenise it "
+            "with `dflash-hf tokenize`, and open the folder that it writes with dflash_hf.load_documents."
+        )
+    if not isinstance(data, Dataset | list | tuple) or len(data) == 0:
+        raise ValueError(
+            f"The data is a {type(data).__name__} without documents; give a datasets.Dataset, a list of chats or "
+            "documents, or a PackedDataset. dflash_hf.load_documents opens files and folders."
+        )
+    for index, names in enumerate([data.column_names] if isinstance(data, Dataset) else data):
+        if not set(names) >= DOCUMENT_COLUMNS and not (CHAT_COLUMNS & set(names) and holds_chats(data)):
+            raise ValueError(
+                f"Row {index} of the data has the columns {list(names)}; expected chats (messages, conversations, or "
+                "prompt and completion) or documents (input_ids and supervised_spans)."
+            )
+    return data
+
+
+def holds_chats(data: Any) -> bool:
+    """Whether rows are chats that are still to be tokenised."""
+    return not set(data.column_names if isinstance(data, Dataset) else data[0]) >= DOCUMENT_COLUMNS
+
+
+def tokenizer_of(target_model: Any, init_kwargs: dict[str, Any]) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a target's id or folder; None where there is none, since documents need none."""
+    name = target_model.name_or_path if isinstance(target_model, PreTrainedModel) else target_model
+    if not name or not isinstance(name, str | Path):
+        return None
+    places = ("revision", "cache_dir", "local_files_only", "trust_remote_code")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **{k: v for k, v in init_kwargs.items() if k in places})
+    except (OSError, ValueError):
+        return None
+    # Beside a mere configuration transformers makes up an empty tokenizer of its family.
+    return tokenizer if len(tokenizer) > len(tokenizer.all_special_ids) else None
+
+
+def new_drafter_config(
+    target_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None = None, **fields: Any
+) -> DFlashDraftConfig:
+    """A drafter's configuration as it follows from a target's; of `fields`, the mask token may be left out."""
+    text_config = target_config.get_text_config(decoder=True)
+    if fields.get("mask_token_id") is None:
+        fields["mask_token_id"] = mask_token_for(text_config, tokenizer)
+        logger.warning_once(f"The new drafter's mask token is mask_token_id={fields['mask_token_id']}.")
+    if not fields.keys() & {"num_taps", "target_layer_ids"}:
+        # As many as the drafter has layers, where the target is deep enough for them.
+        fields["num_taps"] = max(1, min(fields.get("num_hidden_layers", 5), text_config.num_hidden_layers - 3))
+    return DFlashDraftConfig.from_target_config(target_config, **fields)
+
+
 class DFlashTrainer(Trainer):
     r"""
     Trains a drafter on the hidden states of a frozen target, computed as they are needed.
 
+        trainer = DFlashTrainer(
+            "z-lab/Qwen3-4B-DFlash-b16", "Qwen/Qwen3-4B", train_dataset=load_dataset("org/chats", split="train")
+        )
+        trainer.train()
+
     Args:
-        model (`DFlashDraftModel` or `str`):
-            The drafter, or the folder or Hub id of one to continue. Its parameters are kept in fp32.
-        target_model (`str`, `PreTrainedModel` or `FrozenTarget`):
-            The target, by Hub id, folder or loaded. It is frozen and belongs to no checkpoint.
-        args (`DFlashTrainingArguments`, *optional*):
-            What to train with.
-        data_collator (*optional*):
-            Makes batches of packed rows; a [`DataCollatorForDFlash`] by default.
-        train_dataset, eval_dataset (`datasets.Dataset`, `list[dict]` or `PackedDataset`, *optional*):
-            Chats (`messages`), documents (`input_ids`, `supervised_spans`) or packed rows of them; a folder of either
-            is opened by [`load_documents`].
-        processing_class (`PreTrainedTokenizerBase`, *optional*):
-            The target's tokenizer; needed for chats.
-        peft_config (`peft.PeftConfig`, *optional*):
-            Train an adapter, saved without the drafter, in place of its weights; without `target_modules`, of all
-            matrices. [`adapters.lora_config`] makes one, [`adapters.merge_adapter`] the new drafter.
-        recipe (`dict`, *optional*):
-            What a script was started with, as JSON; written into every checkpoint's `dflash_run.json`.
-        **kwargs:
-            Further arguments of [`~transformers.Trainer`].
+        model: The drafter (`DFlashDraftModel`), or the folder or Hub id of one to continue; None makes a new one for
+            the target. Its parameters are kept in fp32.
+        target_model: The target, by Hub id, folder, or loaded (`PreTrainedModel`, `FrozenTarget`). It is frozen and
+            belongs to no checkpoint.
+        args: What to train with.
+        data_collator: Makes batches of packed rows; a [`DataCollatorForDFlash`] by default.
+        train_dataset, eval_dataset: A `datasets.Dataset` or list of chats (`messages`, `conversations`, or `prompt`
+            and `completion`, as texts or messages) or of documents (`input_ids`, `supervised_spans`), or a
+            [`PackedDataset`]; [`load_documents`] opens a folder. Of a `DatasetDict`, `train` is trained on. Several
+            evaluation sets may be given by name.
+        processing_class: The target's tokenizer, by default the one that its id or folder has; needed for chats.
+        peft_config: Train an adapter, saved without the drafter, in place of its weights; without `target_modules`, of
+            all matrices. [`adapters.lora_config`] makes one, [`adapters.merge_adapter`] the new drafter.
+        recipe: What a script was started with, as JSON; written into every checkpoint's `dflash_run.json`.
+        **kwargs: Further arguments of [`~transformers.Trainer`].
 
     Raises:
         ValueError: When drafter, target and data do not fit together, or nothing in the data can be learned from.
@@ -236,7 +311,7 @@ class DFlashTrainer(Trainer):
 
     def __init__(
         self,
-        model: "DFlashDraftModel | str | Path",
+        model: "DFlashDraftModel | str | Path | None",
         target_model: "str | Path | PreTrainedModel | FrozenTarget",
         args: DFlashTrainingArguments | None = None,
         data_collator: Any = None,
@@ -247,49 +322,52 @@ class DFlashTrainer(Trainer):
         recipe: dict[str, Any] | None = None,
         **kwargs,
     ):
-        self.args = args if args is not None else DFlashTrainingArguments(output_dir="tmp_trainer")
+        self.args = args = args if args is not None else DFlashTrainingArguments()
+        if not isinstance(args, DFlashTrainingArguments):
+            raise ValueError(f"args is a {type(args).__name__}; DFlashTrainer needs DFlashTrainingArguments.")
+        check_trainer_options(kwargs, args)
         self.recipe = recipe
-        self._tokenizer = processing_class if isinstance(processing_class, PreTrainedTokenizerBase) else None
-        drafter = self._prepare_models(model, target_model, peft_config, kwargs)
+        train_dataset = readable(train_dataset, "train")
+        is_several = isinstance(eval_dataset, dict) and not isinstance(eval_dataset, DatasetDict)
+        sets = {k: readable(data) for k, data in (eval_dataset if is_several else {"eval": eval_dataset}).items()}
+        init_kwargs: Any = args.target_model_init_kwargs or {}  # a JSON string became a dict in TrainingArguments
+        is_tokenizer = isinstance(processing_class, PreTrainedTokenizerBase)
+        self._tokenizer = processing_class if is_tokenizer else tokenizer_of(target_model, init_kwargs)
+        drafter = self._prepare_models(model, target_model, peft_config, init_kwargs)
         train_dataset = self._pack(train_dataset)
-        if isinstance(eval_dataset, dict) and not isinstance(eval_dataset, DatasetDict):
-            eval_dataset = {name: self._pack(data) for name, data in eval_dataset.items()}
-        else:
-            eval_dataset = self._pack(eval_dataset)
+        sets = {name: self._pack(data) for name, data in sets.items()}
         if data_collator is None:
-            rows = train_dataset or (None if isinstance(eval_dataset, dict) else eval_dataset)
-            data_collator = make_collator(rows, self.args, self._drafter_config.block_size)
-        if self.args.muon:
-            kwargs.setdefault("optimizer_cls_and_kwargs", muon_with_adamw(self.args))
+            rows = train_dataset or (None if is_several else sets["eval"])
+            data_collator = make_collator(rows, args, self._drafter_config.block_size)
+        if args.muon:
+            kwargs.setdefault("optimizer_cls_and_kwargs", muon_with_adamw(args))
         super().__init__(
             model=drafter,
-            args=self.args,
+            args=args,
             data_collator=data_collator,
             train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
+            eval_dataset=sets if is_several else sets["eval"],  # type: ignore[arg-type]
+            processing_class=processing_class or self._tokenizer,
             **kwargs,
         )
         self._watch(drafter)
 
     # Drafter and target
 
-    def _prepare_models(self, model: Any, target_model: Any, peft_config: Any, others: dict[str, Any]) -> nn.Module:
+    def _prepare_models(self, model: Any, target_model: Any, peft_config: Any, init_kwargs: Any) -> nn.Module:
         """Load, check and place drafter and target; returns the part of the drafter that is trained."""
         args = self.args
-        if not isinstance(args, DFlashTrainingArguments):
-            raise ValueError(f"args is a {type(args).__name__}; DFlashTrainer needs DFlashTrainingArguments.")
+        if not isinstance(target_model, str | Path | PreTrainedModel | FrozenTarget):
+            raise ValueError(f"target_model is a {type(target_model).__name__}; give a Hub id, a folder or a model.")
+        if model is None:
+            model = self._new_drafter(target_model)
         drafter: Any = DFlashDraftModel.from_pretrained(model) if isinstance(model, str | Path) else model
         config = self._drafter_config = drafter.config
         if not isinstance(config, DFlashDraftConfig):
-            raise ValueError(
-                f"model is a {type(drafter).__name__}; DFlashTrainer trains a DFlashDraftModel, and the target goes "
-                "into target_model."
-            )
-        check_trainer_options(others, args)
-        self.objective = objective_of(args, config.block_size)
+            raise ValueError(f"model is a {type(drafter).__name__}, not a DFlashDraftModel; the target comes second.")
+        self.objective = args.make_objective(config.block_size)
         check_part(drafter, peft_config, args.trainable_modules)
-        self.target = self._frozen_target(target_model)
+        self.target = self._frozen_target(target_model, init_kwargs)
         check_continuing(config, self.target, self._tokenizer)
         self.head = FrozenHead(self.target.model, args.device)
         # A frozen drafter under autocast needs no fp32 masters.
@@ -297,26 +375,26 @@ class DFlashTrainer(Trainer):
         self._prepare_drafter(drafter, keep_dtype=is_frozen and (args.bf16 or args.fp16))
         return make_trainable(drafter, peft_config, args.trainable_modules, args.seed)
 
-    def _frozen_target(self, target_model: "str | Path | PreTrainedModel | FrozenTarget") -> FrozenTarget:
-        """The target that the trainer was given, loaded and placed."""
+    def _new_drafter(self, target_model: "str | Path | PreTrainedModel | FrozenTarget") -> DFlashDraftModel:
+        """A drafter of the shape that follows from the target, its weights drawn on its device from the seed."""
+        is_name = isinstance(target_model, str | Path)
+        target_config = read_target_config(str(target_model)) if is_name else target_model.config  # type: ignore[union-attr]
+        taps = {"target_layer_ids": target_model.target_layer_ids} if isinstance(target_model, FrozenTarget) else {}
+        config = new_drafter_config(target_config, self._tokenizer, **taps)
+        set_seed(self.args.seed)
+        with self.args.device:
+            return DFlashDraftModel(config)
+
+    def _frozen_target(self, target_model: "str | Path | PreTrainedModel | FrozenTarget", given: Any) -> FrozenTarget:
+        """The target that the trainer was given, loaded with the given arguments and placed."""
         args, final_states = self.args, compares_distributions(self.args.objective)
-        init_kwargs: Any = args.target_model_init_kwargs or {}  # a JSON string became a dict in TrainingArguments
         if isinstance(target_model, FrozenTarget):
             if final_states and not target_model.final_states:
-                raise ValueError(
-                    f"objective={args.objective!r} compares with the target's distribution: make the FrozenTarget "
-                    "with final_states=True."
-                )
-            if init_kwargs:
-                raise ValueError(
-                    f"target_model_init_kwargs={init_kwargs} has no effect on a FrozenTarget, which is loaded already."
-                )
+                raise ValueError(f"objective={args.objective!r} needs FrozenTarget(..., final_states=True).")
+            if given:
+                raise ValueError(f"target_model_init_kwargs={given} cannot act on a FrozenTarget, which is loaded.")
             return target_model
-        if not isinstance(target_model, str | Path | PreTrainedModel):
-            raise ValueError(f"target_model is a {type(target_model).__name__}; give a Hub id, a folder or a model.")
         device, spread = place_target(args)
-        if isinstance(target_model, str | Path):
-            init_kwargs = {**spread, **init_kwargs}
         return FrozenTarget(
             target_model,
             self._drafter_config.target_layer_ids or [],
@@ -324,7 +402,7 @@ class DFlashTrainer(Trainer):
             compile_target=args.compile_target,
             allow_slow_target=args.allow_slow_target,
             final_states=final_states,
-            **init_kwargs,
+            **({**spread, **given} if isinstance(target_model, str | Path) else given),
         )
 
     def _prepare_drafter(self, drafter: DFlashDraftModel, keep_dtype: bool) -> None:
@@ -352,13 +430,16 @@ class DFlashTrainer(Trainer):
         self._weights = drafter_weights(drafter)
         self._trained = TrainingSums(block_size, args.device)
         self._evaluated = EvaluationSums(block_size, args.device)
+        self._details: dict[str, dict[str, float]] = {}  # of evaluations that are still to be logged, by their loss
         self.prefetcher, self.throughput = make_pair(self.target, args)
+        self._is_pair = args.device not in {parameter.device for parameter in self.target.model.parameters()}
         self._guard = StepGuard(drafter, args.max_nonfinite_steps, scaled=self.accelerator.scaler is not None)
         self._interrupts = Interrupts(args.world_size)
         self._due_evaluation = DueEvaluation(self)
         remote = args.remote_checkpoint_dir
         for callback in (
-            PairCallback(self.throughput, lambda: self.model_wrapped),
+            self.throughput,
+            *([CompressGradients(lambda: self.model_wrapped)] if args.ddp_bf16_compression else []),
             TrainingFacts(self),
             *(self._guard, self._interrupts, self._due_evaluation),
             *([] if remote is None else [RemoteCheckpointCallback(remote)]),
@@ -375,43 +456,30 @@ class DFlashTrainer(Trainer):
 
     def _pack(self, data: Any) -> PackedDataset | None:
         """Chats, documents or rows to packed rows, checked before any GPU time is spent; None stays None."""
+        data, config = readable(data), self._drafter_config
         if data is None:
             return None
         documents = data.documents if isinstance(data, PackedDataset) else self._documents(data)
         check_documents_fit(documents, self._tokenizer, self.args.allow_other_template)
-        check_documents(documents, self._drafter_config.block_size)
-        check_token_ids(documents, self.head.vocab_size, self._drafter_config.mask_token_id)
+        check_documents(documents, config.block_size)
+        check_token_ids(documents, self.head.vocab_size, config.mask_token_id)
+        longest = int(document_lengths(documents).max())
+        if longest > config.max_position_embeddings:
+            raise ValueError(
+                f"A document has {longest} tokens, beyond the drafter's max_position_embeddings="
+                f"{config.max_position_embeddings}, where servers fail. Give its config the target's, or cut the "
+                "documents (max_length)."
+            )
         if isinstance(data, PackedDataset):
             return data
         return PackedDataset(documents, self.args.row_length, seed=_data_seed(self.args))
 
     def _documents(self, data: Any) -> Any:
-        """Documents of data that holds chats or documents."""
-        if not isinstance(data, Dataset | list | tuple):
-            raise ValueError(
-                f"The data is a {type(data).__name__}; give a datasets.Dataset (one split), a list of documents or a "
-                "PackedDataset."
-            )
-        if len(data) == 0:
-            raise ValueError("The data has no documents; expected at least one. Check the file and its filters.")
-        rows = [data.column_names] if isinstance(data, Dataset) else data
-        if "messages" not in rows[0]:
-            for index, names in enumerate(rows):
-                if not {"input_ids", "supervised_spans"} <= set(names):
-                    raise ValueError(
-                        f"Row {index} of the data has the columns {list(names)}; expected chats (`messages`) or "
-                        "documents (`input_ids` and `supervised_spans`, made by dflash_hf.tokenize_completions)."
-                    )
+        if not holds_chats(data):
             return data
         if self._tokenizer is None:
-            raise ValueError("The data holds chats, but no tokenizer was given: pass it as processing_class.")
-        documents = tokenize_completions(
-            list(data),
-            self._tokenizer,
-            max_length=self.args.max_length or self.args.row_length,
-            enable_thinking=self.args.enable_thinking,
-            eos_token_ids=self.target.eos_token_ids,
-        )
+            raise ValueError("The data holds chats, and the target has no tokenizer: pass it as processing_class.")
+        documents = tokenize_completions(list(data), self._tokenizer, **tokenizing(self.args, self.target))
         return with_sources(documents, data)
 
     def get_train_dataloader(self):
@@ -496,9 +564,9 @@ class DFlashTrainer(Trainer):
         """
         args, config = self.args, self._drafter_config
         if inputs["labels"].shape[-1] != config.block_size:
+            slots = inputs["labels"].shape[-1]
             raise ValueError(
-                f"The collator makes blocks of {inputs['labels'].shape[-1]} slots, the drafter's block_size is "
-                f"{config.block_size}. Give both the same, or leave data_collator out."
+                f"The collator's block_size is {slots}, the drafter's {config.block_size}. Give them one."
             )
         states = self.prefetcher.context_hidden_states(inputs)
         context_hidden_states, final_hidden_states = self.target.split(states)
@@ -552,17 +620,39 @@ class DFlashTrainer(Trainer):
         return int(batch_operations(self._weights, head_weights, inputs, compares).drafter)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the acceptance and accuracies of the blocks trained on since the last log."""
+        """Add what trackers and notebooks show of a step, and what they do not as `details` of `state.log_history`.
+
+        A step shows the acceptance length, tokens per second and, where the target has devices of its own, the share
+        of the step that the drafter waited for it: near 0 the drafter limits the step, else the target. The details,
+        such as the accuracy of each slot and where the time goes, are saved with the state.
+        """
+        details = next((self._details.pop(name) for name in [*self._details] if name in logs), {})
         if "loss" in logs:
-            self._guard.flush()
-            metrics = self._trained.take(self._reduce)
-            left_out = self._guard.take_left_out()
-            if left_out:
-                logs["nonfinite_steps"] = len(left_out)
-                logs["loss"] = metrics["loss"]
-            logs.update({k: metrics[k] for k in ("acceptance_length", "accuracy", "full_blocks")})
-            logs.update(self.throughput.metrics())
+            details = self._training_figures(logs)
+        elif "train_loss" in logs:
+            # The parent adds what this rank alone has lost since the last log.
+            mean = self._reduce(torch.tensor(logs["train_loss"], device=self.args.device)) / self.args.world_size
+            logs["train_loss"] = mean.item()
         super().log(logs, start_time)
+        if details:
+            self.state.log_history[-1]["details"] = details  # type: ignore[assignment]
+
+    def _training_figures(self, logs: dict[str, float]) -> dict[str, float]:
+        """Add the figures that are shown of the steps since the last log to it, and return the others."""
+        self._guard.flush()
+        figures = self._trained.take(self._reduce)
+        loss = figures.pop("loss")
+        left_out = self._guard.take_left_out()
+        if left_out:
+            logs["nonfinite_steps"] = len(left_out)
+            logs["loss"] = loss
+        times = self.throughput.metrics()
+        logs["acceptance_length"] = figures.pop("acceptance_length")
+        if "tokens_per_second" in times:
+            logs["tokens_per_second"] = times.pop("tokens_per_second")
+            if self._is_pair:
+                logs["target_wait_share"] = times["wait_seconds"] / times["step_seconds"]
+        return figures | times
 
     def _reduce(self, values: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(values, reduction="sum")
@@ -579,25 +669,25 @@ class DFlashTrainer(Trainer):
                 for answer in walk_batch(model, self._drafter_config, self.head, inputs, context_hidden_states):
                     self._evaluated.add_answer(answer)
             else:
-                logger.warning_once(
-                    "The collator gives no `supervised_runs`: the acceptance length is that at random anchors."
-                )
+                logger.warning_once("Without `supervised_runs` the acceptance length is that at random anchors.")
         return loss.detach(), None, None
 
     def evaluation_loop(  # type: ignore[override]
         self, dataloader, description, metric_key_prefix: str = "eval", **kwargs
     ) -> EvalLoopOutput:
         """The parent's loop, with loss and acceptance as ratios of sums over all blocks instead of means of means."""
-        self._evaluated.restart(dataloader.dataset)
+        self._evaluated = EvaluationSums(self._drafter_config.block_size, self.args.device, dataloader.dataset)
         self._guard.evaluated.clear()
         self.prefetcher.wait_until_idle()
         trained = self.model_wrapped is not self.model or self.is_in_train
         # As in training, whoever evaluates.
         with varied_lengths():
             output = super().evaluation_loop(dataloader, description, metric_key_prefix=metric_key_prefix, **kwargs)
-        metrics = self._evaluated.metrics(self._reduce)
-        self._guard.report_evaluation(metrics["loss"])
-        metrics = {f"{metric_key_prefix}_{k}": v for k, v in metrics.items()}
+        figures = self._evaluated.metrics(self._reduce)
+        self._guard.report_evaluation(figures["loss"])
+        metrics = {f"{metric_key_prefix}_{name}": figures.pop(name) for name in SHOWN}
+        # For the entry of the log: those of a data set that is not logged are forgotten.
+        self._details = {f"{metric_key_prefix}_loss": {f"{metric_key_prefix}_{k}": v for k, v in figures.items()}}
         if not trained and self.args.world_size > 1:
             # An evaluation marks the drafter as prepared, and a later `train()` would leave it without the wrapper
             # that adds up the gradients of all ranks.
@@ -610,12 +700,9 @@ class DFlashTrainer(Trainer):
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         """The parent's training, which a signal ends with a checkpoint and status 75.
 
-        Args:
-            resume_from_checkpoint (`str` or `bool`, *optional*):
-                A checkpoint, its fsspec address (or that of a folder of them), or True for the newest complete one of
-                `output_dir` and `remote_checkpoint_dir`; by default what the arguments say. One of another drafter,
-                target, tokenizer or data set is refused.
-            *args, **kwargs: Further arguments of [`~transformers.Trainer.train`].
+        `resume_from_checkpoint` is a checkpoint, its fsspec address (or that of a folder of them), or True for the
+        newest complete one of `output_dir` and `remote_checkpoint_dir`; by default what the arguments say. One of
+        another drafter, target, tokenizer or data set is refused.
 
         Raises:
             TrainingInterrupted: SIGTERM, SIGINT or SIGHUP came; a `SystemExit` that a script passes on.
@@ -625,9 +712,25 @@ class DFlashTrainer(Trainer):
         """
         with writes_alone(self):
             folder = self._due_evaluation.folder = self.begin(resume_from_checkpoint)
+            begin = 0 if folder is None else step_of(folder) or 0
+            decided_by_main(self, lambda: set_aside(str(self.args.output_dir), begin))
             # The switch is the whole process's: were it the target's, its thread would change the drafter's kernels.
             with varied_lengths(), self._ended_in_order():
-                return super().train(None if folder is None else str(folder), *args, **kwargs)
+                output = super().train(None if folder is None else str(folder), *args, **kwargs)
+        return output._replace(training_loss=output.metrics["train_loss"])
+
+    def learned_nothing(self) -> str | None:
+        """What to say at the end of a run whose drafter drafts next to nothing, or that hardly began; else None."""
+        steps = self.state.global_step
+        entries = [entry.items() for entry in self.state.log_history]
+        lengths = [value for items in entries for name, value in items if name.endswith("acceptance_length")]
+        start = "Some 500 steps on a few thousand chats that the target answered would be a start."
+        if lengths and lengths[-1] < LITTLE_ACCEPTED:
+            what = (
+                f"after {steps} steps its acceptance length is {lengths[-1]:.2f}, where 1 means no draft is accepted"
+            )
+            return f"The drafter has learned next to nothing: {what}. {start}"
+        return f"Only {steps} steps ran, which teach a drafter next to nothing. {start}" if steps < FEW_STEPS else None
 
     def begin(self, resume_from_checkpoint: str | bool | None = None) -> Path | None:
         """What [`train`] does before its first step: check that a run can learn and be saved, and make its record.
@@ -702,6 +805,17 @@ class DFlashTrainer(Trainer):
             self._push_from_checkpoint(str(folder))
         rotate(self, run_dir)
 
+    def _finalize_training(self, trial, num_train_samples, start_time):
+        # With save_total_limit=1 the parent deletes all but the best, and with them a `checkpoint-10-keep`.
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            output = super()._finalize_training(trial, num_train_samples, start_time)
+        finally:
+            self.args.save_total_limit = limit
+        if limit == 1 and self.state.best_model_checkpoint is not None:
+            rotate(self, Path(self._get_output_dir(trial)), is_over=True)
+        return output
+
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         with warnings.catch_warnings():
             # Trainer reads the configuration as a plain one, which warns of a field that is there for older readers.
@@ -729,14 +843,9 @@ class DFlashTrainer(Trainer):
         """Publish the drafter as others can use it at once, in one commit: bf16 weights, code, card, results, plots.
 
         `output_dir` keeps the fp32 masters; its `results.json` (of the acceptance) and plots are published too. An
-        adapter is merged.
-
-        Args:
-            commit_message: First line of the commit.
-            blocking: Whether to wait; otherwise a future is returned.
-            token, revision, private: In place of `hub_token`, `hub_revision` and `hub_private_repo`.
-            tag: Tag of the commit.
-            options: What the publisher adds to the card, such as base model and licence.
+        adapter is merged. `token`, `revision` and `private` are in place of `hub_token`, `hub_revision` and
+        `hub_private_repo`, `tag` is one for the commit, and `options` are what the publisher adds to the card. Without
+        `blocking` a future is returned.
         """
         return push_run(self, commit_message, blocking, token, revision, private, tag, options)
 

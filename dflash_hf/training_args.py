@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of a training, and which of transformers' are refused.
 
-Refused is what would train another model than the one asked for, or be ignored, without a word. What transformers,
+Refused is what would train another model than the one asked for, or cost GPU hours, without a word. What transformers,
 torch and peft refuse themselves is theirs to refuse; settings that an optimizer does not read are theirs to pass over.
 """
 
@@ -9,18 +9,18 @@ import math
 import os
 import re
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from transformers import TrainingArguments
+from transformers import TrainingArguments, get_scheduler
 from transformers.training_args import OptimizerNames
 
 from .chats import check_address
 from .frozen_target import refuse_token
-from .losses import OBJECTIVES, compares_distributions, objective_of
+from .losses import OBJECTIVES, SLOT_WEIGHTS, Objective, compares_distributions, make_objective
 from .topology import FEATURE_COPIES, LAYOUTS, check_world_size
 
 
@@ -34,14 +34,16 @@ LEARNING_ARGUMENTS = (
     *("slot_weights", "loss_temperature", "cross_entropy_share"),
     *("bf16", "fp16", "tf32", "ignore_data_skip", "target_model_init_kwargs"),
 )
-PLAIN_ADAMW = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
 FINITE = sys.float_info.max
+ABOVE_0 = sys.float_info.min
 # (names, smallest value, largest value, both in words); nan is outside of all.
 RANGES: tuple[tuple[tuple[str, ...], float, float, str], ...] = (
     (("learning_rate", "weight_decay", "warmup_steps", "context_noise"), 0, FINITE, "0 or more, and finite"),
-    (("max_grad_norm",), 0, float("inf"), "0 (no clipping) or more"),
+    (("max_grad_norm",), 0, math.inf, "0 (no clipping) or more"),
     (("adam_beta1", "adam_beta2"), 0, math.nextafter(1, 0), "in [0, 1)"),
-    (("adam_epsilon",), sys.float_info.min, FINITE, "more than 0, and finite"),
+    (("adam_epsilon", "loss_gamma"), ABOVE_0, FINITE, "more than 0, and finite"),
+    (("dpace_alpha", "cross_entropy_share"), 0, 1, "in [0, 1]"),
+    (("loss_temperature",), 1e-3, FINITE, "finite and at least 0.001, where the target's logits do not overflow"),
     (
         (
             *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
@@ -55,68 +57,52 @@ RANGES: tuple[tuple[tuple[str, ...], float, float, str], ...] = (
     (("logging_steps", "save_steps", "eval_steps"), 0, FINITE, "a number of steps, or below 1 a share of all steps"),
 )
 CHOICES: dict[str, tuple[str | None, ...]] = {
+    "objective": OBJECTIVES,
+    "slot_weights": (None, *SLOT_WEIGHTS),
     "target_layout": LAYOUTS,
     "feature_copies": FEATURE_COPIES,
     "drafter_attn_implementation": (None, "flex_attention", "sdpa", "eager"),
 }
 
-
-class Refusal(NamedTuple):
-    """Arguments of transformers' Trainer that may have one value alone."""
-
-    names: tuple[str, ...]
-    taken: Any  # the value that they may have beside None; None for whatever is false
-    reason: str  # what another value would do, and what to do instead, after "name=value"
-
-
 ONE_DRAFTER = (
-    "would cut the drafter into parts, which checkpoints and guard take whole. Leave it out: several GPUs train it by "
-    "DDP (recipes/accelerate/two_pairs.yaml); activation_checkpointing=True or optim='adamw_torch_8bit' save memory."
+    "would cut the drafter into parts. Several GPUs train it by DDP (recipes/accelerate/two_pairs.yaml); "
+    "activation_checkpointing=True or optim='adamw_torch_8bit' save memory."
 )
-NO_PREDICTIONS = "is about predictions, of which evaluation keeps none. Leave it out."
-# Before transformers makes anything of them.
-REFUSED_FIRST = (
-    Refusal(("deepspeed", "fsdp", "parallelism_config"), None, ONE_DRAFTER),
-    Refusal(("use_liger_kernel",), None, "would put Qwen3's kernels into the drafter. Use compile_layers."),
-)
-REFUSED = (
-    Refusal(("remove_unused_columns",), None, "would drop every column before the collator. Leave it False."),
-    Refusal(("bf16_full_eval", "fp16_full_eval"), None, "leaves the drafter no fp32 masters. Set bf16=True."),
-    Refusal(("enable_jit_checkpoint",), None, "writes a checkpoint in place; SIGTERM saves one anyway. Leave it out."),
-    Refusal(("neftune_noise_alpha",), None, "is noise on the target's embeddings. Use context_noise in its place."),
-    Refusal(("train_sampling_strategy",), "random", "has no effect: rows are shuffled from the seed and epoch alone."),
-    Refusal(("length_column_name",), "length", "has no effect: rows are packed from the lengths of the token ids."),
-    Refusal(("label_smoothing_factor",), None, "has no effect on a drafter's objective. Leave it 0."),
-    Refusal(("label_names",), ["labels"], "has no effect: the collator makes the labels of the blocks."),
-    Refusal(("average_tokens_across_devices",), True, "has no effect: a loss is always normalised over all ranks."),
-    Refusal(("auto_find_batch_size",), None, "would start another run, with fewer rows a step. Lower row_length."),
-    Refusal(("include_for_metrics", "batch_eval_metrics"), None, NO_PREDICTIONS),
-    Refusal(("eval_do_concat_batches",), True, NO_PREDICTIONS),
-    Refusal(("dataloader_in_order",), True, "would let batches overtake each other, so that a resume skips others."),
-)
+LOSES_MASTERS = "leaves the drafter without fp32 masters. Set bf16=True instead."
+# Arguments of transformers' Trainer that have to be on or off, and what the other value would do; these first, before
+# transformers acts on them.
+REFUSED_FIRST: dict[str, tuple[bool, str]] = {
+    **dict.fromkeys(("deepspeed", "fsdp", "parallelism_config"), (False, ONE_DRAFTER)),
+    "use_liger_kernel": (False, "would put Qwen3's kernels into the drafter. Use compile_layers."),
+}
+REFUSED: dict[str, tuple[bool, str]] = {
+    "remove_unused_columns": (False, "would drop every column before the collator. Leave it False."),
+    **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), (False, LOSES_MASTERS)),
+    "enable_jit_checkpoint": (False, "writes a checkpoint in place. Leave it out: SIGTERM saves one anyway."),
+    "label_smoothing_factor": (False, "does not reach a drafter's objective. Leave it 0."),
+    "average_tokens_across_devices": (True, "does nothing: a loss is always normalised over all ranks."),
+    "auto_find_batch_size": (False, "would start another run, with fewer rows a step. Lower row_length instead."),
+    "dataloader_in_order": (True, "would let batches overtake each other, so that a resume skips others."),
+}
 # Of `accelerator_config`.
-REFUSED_OF_ACCELERATOR = (
-    Refusal(("split_batches", "dispatch_batches"), None, "would cut up batches, while each rank reads its own rows."),
-    Refusal(("even_batches",), True, "would leave ranks without a last batch, for which others would wait."),
-    Refusal(("use_seedable_sampler",), True, "has no effect: rows are shuffled from the seed and epoch alone."),
-)
+REFUSED_OF_ACCELERATOR: dict[str, tuple[bool, str]] = {
+    **dict.fromkeys(("split_batches", "dispatch_batches"), (False, "would cut up the rows that each rank reads.")),
+    "even_batches": (True, "would leave ranks without a last batch, for which others would wait."),
+}
 # Arguments of [`DFlashTrainer`] that it would pass on to transformers' Trainer.
 REFUSED_OF_TRAINER = {
     "compute_metrics": "would never be called, since no logits are kept. Leave it out.",
-    "preprocess_logits_for_metrics": "would never be called, since no logits are kept. Leave it out.",
     "compute_loss_func": "would never be called: the loss is that of args.objective. Override compute_loss instead.",
-    "model_init": "would make another drafter than the one that was checked. Make a trainer per trial.",
+    "model_init": "would make another drafter than the one that is checked. Make a trainer per trial (model=None).",
 }
 # What `accelerate launch` sets, behind ACCELERATE_USE_.
 SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
 
 
-def _refuse(refusals: tuple[Refusal, ...], values: dict[str, Any], prefix: str = "") -> None:
-    for names, taken, reason in refusals:
-        for name in names:
-            value = values[name]
-            if bool(value) if taken is None else value not in (None, taken):
-                raise ValueError(f"{prefix}{name}={value!r} {reason}")
+def _refuse(refused: dict[str, tuple[bool, str]], values: Mapping[str, Any], prefix: str = "") -> None:
+    for name, (taken, reason) in refused.items():
+        if bool(values[name]) != taken:
+            raise ValueError(f"{prefix}{name}={values[name]!r} {reason}")
 
 
 def check_before(args: Any, environment: MutableMapping[str, str] = os.environ) -> None:
@@ -140,31 +126,29 @@ def check_before(args: Any, environment: MutableMapping[str, str] = os.environ) 
 
 
 def check_scripted(args: Any, has_evaluation_data: bool) -> None:
-    """Refuse what transformers leaves to scripts and a recipe does not do, and evaluations of nothing."""
+    """Refuse, before a target is loaded, evaluations of nothing and what transformers leaves to scripts."""
     if args.do_predict:
-        raise ValueError("do_predict=True: this recipe predicts nothing. Use recipes/evaluate_acceptance.py.")
-    # transformers sets do_eval by itself where there is a strategy.
-    strategy = args.eval_strategy.value
-    asked = {f"eval_strategy={strategy}": strategy != "no", "do_eval=True": args.do_eval}
-    asked["eval_on_start=True"] = args.eval_on_start
-    for what, is_asked in asked.items():
-        if is_asked and not has_evaluation_data:
-            raise ValueError(f"{what} needs data to evaluate on: give it (eval_completions, eval_documents).")
+        raise ValueError("do_predict=True: nothing is predicted here. Use `dflash-hf evaluate`.")
+    if not has_evaluation_data and (args.do_eval or args.eval_on_start or args.eval_strategy.value != "no"):
+        raise ValueError(
+            f"eval_strategy={args.eval_strategy.value}, do_eval={args.do_eval} and eval_on_start={args.eval_on_start} "
+            "ask for evaluations: give data for them (eval_completions, eval_documents)."
+        )
 
 
 def check_trainer_options(given: dict[str, Any], args: Any) -> None:
-    """Refuse what [`DFlashTrainer`] was given beyond its own arguments and would have no effect."""
+    """Refuse what [`DFlashTrainer`] was given beyond its own arguments and would ignore."""
     for name, reason in REFUSED_OF_TRAINER.items():
         if given.get(name) is not None:
             raise ValueError(f"{name} {reason}")
     optimizer = (given.get("optimizers") or (None, None))[0]
     if args.muon and (given.get("optimizer_cls_and_kwargs") is not None or optimizer is not None):
-        raise ValueError("muon=True would have no effect beside an optimizer that is given. Give one of them.")
+        raise ValueError("muon=True would do nothing beside an optimizer that is given. Give one of them.")
 
 
 def _with_help(cls: Any) -> Any:
     """Give each field of a dataclass the text of its docstring as help, or that of the parent's field."""
-    entries = re.findall(r"^ {8}(\w+) \(.*\):\n((?: {12}.*\n)+)", cls.__doc__ or "", re.MULTILINE)
+    entries = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", cls.__doc__ or "", re.MULTILINE)
     texts = {name: " ".join(text.split()).replace("`", "") for name, text in entries}
     for name in cls.__annotations__:
         own, parent = cls.__dataclass_fields__[name], TrainingArguments.__dataclass_fields__.get(name)
@@ -183,78 +167,56 @@ class DFlashTrainingArguments(TrainingArguments):
     per micro-batch, and `remove_unused_columns=False`, since the drafter's forward names none of the data's columns.
 
     Args:
-        num_anchors (`int`, *optional*, defaults to 512):
-            Anchors per document and epoch, i.e. blocks that the drafter learns to draft.
-        max_anchors_per_row (`int`, *optional*):
-            Cap on the anchors of one packed row; by default a quarter of its tokens.
-        row_length (`int`, *optional*, defaults to 4096):
-            Tokens of a packed row. Longer documents are refused; cut them when tokenising.
-        max_length (`int`, *optional*):
-            Tokens kept of each document when the data holds chats that are tokenised here; `row_length` by default.
-        enable_thinking (`bool`, *optional*):
-            Handed to the chat template where chats are tokenised here; the template's own default if unset.
-        allow_other_template (`bool`, *optional*, defaults to `False`):
-            Train on documents that another chat template has written than the tokenizer's, with a warning.
-        context_noise (`float`, *optional*, defaults to 0.05):
-            Half-width of the uniform noise on the target's hidden states in training; 0 switches it off.
-        objective (`str`, *optional*, defaults to `"cross_entropy"`):
-            `"cross_entropy"` (the paper's decayed cross-entropy), `"dpace"`, or one that compares with the target's
-            distribution, for which all of the target's layers run: `"kl"`, `"total_variation"`, `"lk"`,
+        num_anchors: Anchors per document and epoch, i.e. blocks that the drafter learns to draft.
+        max_anchors_per_row: Cap on the anchors of one packed row; by default a quarter of its tokens.
+        row_length: Tokens of a packed row. Longer documents are refused; cut them when tokenising.
+        max_length: Tokens kept of each document when the data holds chats that are tokenised here; `row_length` by
+            default.
+        enable_thinking: Handed to the chat template where chats are tokenised here; the template's own default if
+            unset.
+        allow_other_template: Train on documents that another chat template has written than the tokenizer's, with a
+            warning.
+        context_noise: Half-width of the uniform noise on the target's hidden states in training; 0 switches it off.
+        objective: `"cross_entropy"` (the paper's decayed cross-entropy), `"dpace"`, or one that compares with the
+            target's distribution, for which all of the target's layers run: `"kl"`, `"total_variation"`, `"lk"`,
             `"lk_hybrid"`, `"expected_acceptance"`.
-        loss_gamma (`float`, *optional*):
-            Decay length in slots of `"cross_entropy"`; `min(block_size / 2, 7)` by default.
-        dpace_alpha (`float`, *optional*, defaults to 0.5):
-            Smoothing of `"dpace"`.
-        slot_weights (`str`, *optional*):
-            Weights of the slots where distributions are compared: `"dpace"` (the default) or `"decay"`.
-        loss_temperature (`float`, *optional*, defaults to 1.0):
-            Temperature of the target's distribution that the drafter is compared with.
-        cross_entropy_share (`float`, *optional*, defaults to 0.0):
-            Share of the cross-entropy in an objective that compares distributions.
-        muon (`bool`, *optional*, defaults to `False`):
-            Train the matrices with Muon and the norms with AdamW; both take `learning_rate`, as Muon's steps are
+        loss_gamma: Decay length in slots of `"cross_entropy"`; `min(block_size / 2, 7)` by default.
+        dpace_alpha: Smoothing of `"dpace"`.
+        slot_weights: Weights of the slots where distributions are compared: `"dpace"` (the default) or `"decay"`.
+        loss_temperature: Temperature of the target's distribution that the drafter is compared with.
+        cross_entropy_share: Share of the cross-entropy in an objective that compares distributions.
+        muon: Train the matrices with Muon and the norms with AdamW; both take `learning_rate`, as Muon's steps are
             scaled to the size of AdamW's.
-        loss_chunk_blocks (`int`, *optional*):
-            Blocks per chunk of the loss; by default as many as keep 2**27 logits.
-        target_device (`str`, *optional*):
-            Device of the frozen target, in place of the one that `target_layout` gives.
-        target_layout (`str`, *optional*, defaults to `"auto"`):
-            Where the target of local rank r is: `"paired"` on GPU r + W of W local ranks, `"shared"` on the drafter's
-            own, `"spread"` over an equal part of the GPUs from W on; `"auto"` is shared where every rank sees one
-            GPU, and paired where there are two or more for each.
-        prefetch_depth (`int`, *optional*, defaults to 2):
-            Batches that the target works ahead of the drafter, whose hidden states wait in memory; 0 takes turns.
-        feature_copies (`str`, *optional*, defaults to `"auto"`):
-            `"peer"` copies hidden states from GPU to GPU, `"host"` through pinned host memory; `"auto"` is host where
-            the environment has `NCCL_P2P_DISABLE=1`.
-        measure_alone_steps (`int`, *optional*, defaults to 0):
-            So many first steps run target and drafter in turn, so that the log says how long each takes by itself. A
-            target on GPUs of its own runs each of their batches three times and the last one counts, since a GPU that
-            has rested is faster for a while than under load.
-        ddp_bf16_compression (`bool`, *optional*, defaults to False):
-            Send gradients between ranks in bf16: half the bytes, rounded to 8 bits of mantissa.
-        target_model_init_kwargs (`dict`, *optional*):
-            Arguments of `from_pretrained` for a target given by id or folder.
-        compile_target (`bool`, *optional*, defaults to `True`):
-            Whether to compile, on CUDA, the layers of a Qwen3.5/3.6 target, which takes up to a minute at the start,
-            or the attention of other targets over packed documents, which takes some seconds.
-        allow_slow_target (`bool`, *optional*, defaults to `False`):
-            Whether a hybrid target may run on CUDA without flash-linear-attention.
-        drafter_attn_implementation (`str`, *optional*):
-            `"flex_attention"`, `"sdpa"` or `"eager"`; by default flex on CUDA and sdpa elsewhere.
-        trainable_modules (`list[str]`, *optional*):
-            Modules of the drafter that are trained, such as `["fc", "hidden_norm"]` or `["layers.4"]`; the rest keeps
-            its weights. By default all.
-        max_nonfinite_steps (`int`, *optional*, defaults to 10):
-            Steps in a row with a loss or gradients that are not finite, each of them left out, that stop the run.
-        remote_checkpoint_dir (`str`, *optional*):
-            fsspec address (`s3://bucket/run`) to which each finished checkpoint is copied in the background. Its
-            package takes the credentials from the environment or its own files; none belong into the address.
-        allow_resume_changes (`list[str]`, *optional*):
-            What may differ from the resumed checkpoint's run: `"target"`, `"tokenizer"`, `"data"`, `"rows"`.
-        compile_layers (`bool`, *optional*):
-            Compile the drafter's layers one by one, which takes seconds instead of the minutes of a whole model; by
-            default on CUDA. `torch_compile` keeps its meaning, the whole model, and switches this off.
+        loss_chunk_blocks: Blocks per chunk of the loss; by default as many as keep 2**27 logits.
+        target_device: Device of the frozen target, in place of the one that `target_layout` gives.
+        target_layout: Where the target of local rank r is: `"paired"` on GPU r + W of W local ranks, `"shared"` on the
+            drafter's own, `"spread"` over an equal part of the GPUs from W on; `"auto"` is shared where every rank
+            sees one GPU, and paired where there are two or more for each.
+        prefetch_depth: Batches that the target works ahead of the drafter, whose hidden states wait in memory; 0 takes
+            turns.
+        feature_copies: `"peer"` copies hidden states from GPU to GPU, `"host"` through pinned host memory; `"auto"` is
+            host where the environment has `NCCL_P2P_DISABLE=1`.
+        measure_alone_steps: So many first steps run target and drafter in turn, so that the log says how long each
+            takes by itself. A target on GPUs of its own runs each of their batches three times and the last one
+            counts, since a GPU that has rested is faster for a while than under load.
+        ddp_bf16_compression: Send gradients between ranks in bf16: half the bytes, rounded to 8 bits of mantissa.
+        target_model_init_kwargs: Arguments of `from_pretrained` for a target given by id or folder.
+        compile_target: Whether to compile, on CUDA, the layers of a Qwen3.5/3.6 target, which takes up to a minute at
+            the start, or the attention of other targets over packed documents, which takes some seconds.
+        allow_slow_target: Whether a hybrid target may run on CUDA without flash-linear-attention.
+        drafter_attn_implementation: `"flex_attention"`, `"sdpa"` or `"eager"`; by default flex on CUDA and sdpa
+            elsewhere.
+        trainable_modules: Modules of the drafter that are trained, such as `["fc", "hidden_norm"]` or `["layers.4"]`;
+            the rest keeps its weights. By default all.
+        max_nonfinite_steps: Steps in a row with a loss or gradients that are not finite, each of them left out, that
+            stop the run.
+        remote_checkpoint_dir: fsspec address (`s3://bucket/run`) to which each finished checkpoint is copied in the
+            background. Its package takes the credentials from the environment or its own files; none belong into the
+            address.
+        allow_resume_changes: What may differ from the resumed checkpoint's run: `"target"`, `"tokenizer"`, `"data"`,
+            `"rows"`.
+        compile_layers: Compile the drafter's layers one by one, which takes seconds instead of the minutes of a whole
+            model; by default on CUDA. `torch_compile` keeps its meaning, the whole model, and switches this off.
     """
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "target_model_init_kwargs"]  # noqa: RUF012
@@ -333,56 +295,58 @@ class DFlashTrainingArguments(TrainingArguments):
             for name in names:
                 if values[name] is not None and not smallest <= values[name] <= largest:
                     raise ValueError(f"{name}={values[name]} must be {expected}.")
-        if self.max_steps == 0:
-            raise ValueError("max_steps=0 would train nothing. Leave it out (-1), or call evaluate().")
-        if self.max_steps < 0 and not 0 < self.num_train_epochs <= FINITE:
-            raise ValueError(
-                f"num_train_epochs={self.num_train_epochs}: nothing would be trained; expected more than 0."
-            )
         for name, taken in CHOICES.items():
             if values[name] not in taken:
                 raise ValueError(f"{name}={values[name]!r} must be one of {', '.join(filter(None, taken))}.")
+        if self.max_steps == 0 or (self.max_steps < 0 and not 0 < self.num_train_epochs <= FINITE):
+            given = f"max_steps={self.max_steps} and num_train_epochs={self.num_train_epochs}"
+            raise ValueError(f"{given} would train nothing: give one of them more than 0, or call evaluate().")
         unknown = sorted(set(self.allow_resume_changes or []) - set(CHANGES))
         if unknown:
             raise ValueError(f"allow_resume_changes names {unknown}; what may differ is one of {list(CHANGES)}.")
         if self.fp16 and self.device.type == "cpu":
             raise ValueError("fp16=True needs an accelerator; on a CPU leave it out, or set bf16=True.")
         if self.compile_layers and self.torch_compile:
+            raise ValueError("compile_layers=True compiles layer by layer, torch_compile=True all at once. Give one.")
+        metric = self.metric_for_best_model
+        if metric is not None and not metric.endswith(("loss", "acceptance_length", "accuracy")):
             raise ValueError(
-                "compile_layers=True and torch_compile=True (or the launcher's dynamo_backend) contradict each other: "
-                "one compiles the layers one by one, the other the whole drafter."
+                f"metric_for_best_model={metric}: choose loss, acceptance_length or accuracy (or SET_loss)."
             )
 
     def _check_weights(self) -> None:
-        """Weights of slots that the objective uses, and settings in their ranges."""
-        # The block size only gives a default here.
-        objective_of(self, block_size=2)
-        compares = compares_distributions(self.objective)
-        decays = self.slot_weights == "decay" if compares else self.objective == "cross_entropy"
-        used = {"loss_gamma" if decays else "dpace_alpha"} | ({"slot_weights"} if compares else set())
-        if self.objective == "expected_acceptance" and self.cross_entropy_share == 0:
-            used = set()
-        for name in {"slot_weights", "loss_gamma", "dpace_alpha"} - used:
-            value = vars(self)[name]
-            if value != vars(DFlashTrainingArguments)[name]:
-                slots = f" with slot_weights={self.slot_weights!r}" if compares else ""
+        """Settings that the objective does not read, so that another one than the one asked for would be trained."""
+        unused = {"dpace_alpha"} if self.slot_weights == "decay" else {"loss_gamma"}
+        if not compares_distributions(self.objective):
+            unused = {"slot_weights", "loss_temperature", "cross_entropy_share"}
+            unused.add("dpace_alpha" if self.objective == "cross_entropy" else "loss_gamma")
+        elif self.objective == "expected_acceptance" and self.cross_entropy_share == 0:
+            unused = {"slot_weights", "loss_gamma", "dpace_alpha"}
+        for name in sorted(unused):
+            if vars(self)[name] != vars(DFlashTrainingArguments)[name]:
                 raise ValueError(
-                    f"{name}={value} has no effect on objective={self.objective!r}{slots}. Leave it out: loss_gamma "
-                    "is of weights that decay, dpace_alpha of dpace's, and expected_acceptance has weights only with "
-                    "a cross_entropy_share."
+                    f"{name}={vars(self)[name]} has no effect on objective={self.objective!r} with "
+                    f"slot_weights={self.slot_weights!r}. Leave it out, or choose another objective."
                 )
 
     def _check_optimizer(self) -> None:
+        """Optimizers that would ignore what was asked for, and schedules that would fail once the target is loaded."""
         name = OptimizerNames(self.optim).value
         given = [n for n in ("optim_args", "optim_target_modules") if vars(self)[n]]
-        given += [] if self.optim in PLAIN_ADAMW else [f"optim={name!r}"]
-        if self.muon and given:
-            raise ValueError(f"muon=True trains with torch's Muon and AdamW: {', '.join(given)} would have no effect.")
-        if not self.muon and ("lomo" in name or "layerwise" in name):
+        if self.muon and (given or name not in ("adamw_torch", "adamw_torch_fused")):
             raise ValueError(
-                f"optim={name!r} steps within the backward, where gradients are neither clipped nor checked. Choose "
-                "another one; optim='adamw_torch_8bit' saves memory too."
+                f"muon=True trains by Muon and AdamW, without optim={name!r} and {given}. Leave them out."
             )
+        if not self.muon and ("lomo" in name or "layerwise" in name):
+            what = "steps within the backward, where gradients are neither clipped nor checked"
+            raise ValueError(f"optim={name!r} {what}. Choose another one; adamw_torch_8bit saves memory too.")
+        settings: Any = self.lr_scheduler_kwargs  # a JSON string became a dict
+        get_scheduler(self.lr_scheduler_type, torch.optim.SGD([torch.zeros(1)]), 1, 10**6, settings)
+
+    def make_objective(self, block_size: int) -> Objective:
+        """The objective for blocks of a drafter's size."""
+        weights = (self.loss_gamma, self.dpace_alpha, self.slot_weights)
+        return make_objective(self.objective, block_size, *weights, self.loss_temperature, self.cross_entropy_share)
 
     def __getstate__(self) -> dict[str, Any]:
         # Every checkpoint holds a pickle of the arguments, which must not hold a token.

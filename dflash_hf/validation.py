@@ -18,7 +18,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import list_repo_files, metadata_load, parse_safetensors_file_metadata, snapshot_download
+from huggingface_hub import (
+    list_repo_files,
+    metadata_load,
+    parse_safetensors_file_metadata,
+    snapshot_download,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import HFValidationError, HTTPError, SafetensorsParsingError
 from safetensors import safe_open
 from yaml import YAMLError
@@ -51,6 +57,34 @@ from .configuration_dflash import DFlashDraftConfig
 # --- The rules that need more than `config.json` and the tensors' headers.
 
 
+# Targets read at least so much; a target that is here says it exactly.
+SHORTEST_CONTEXT = 2048
+
+
+def _context_length(checkpoint: Checkpoint) -> Said:
+    length: Any = checkpoint.raw.get("max_position_embeddings")
+    wanted = _target_context(checkpoint.base_model) or SHORTEST_CONTEXT
+    if isinstance(length, int) and length < wanted:
+        why = "vLLM up to 0.32 crashes on texts that are longer, and its later releases may again."
+        remedy = "Write the target's max_position_embeddings: the weights do not depend on it."
+        yield Finding(f"max_position_embeddings is {length}", f"at least {wanted}", why, remedy, (), ("vLLM",))
+
+
+def _target_context(base_model: str | None) -> int | None:
+    """The number of positions of a target that lies in a folder or in the Hub's cache; None where it is not known."""
+    if base_model is None:
+        return None
+    try:
+        file: Any = Path(base_model, "config.json")
+        file = file if file.is_file() else try_to_load_from_cache(base_model, "config.json")
+        config = json.loads(Path(file).read_text(encoding="utf-8"))
+        length = config.get("text_config", config).get("max_position_embeddings")
+    except (AttributeError, OSError, TypeError, ValueError):
+        # It is not here, or its configuration cannot be read.
+        return None
+    return length if isinstance(length, int) else None
+
+
 def _loader(checkpoint: Checkpoint) -> Said:
     try:
         _, refused = read_config(checkpoint.raw)
@@ -61,13 +95,10 @@ def _loader(checkpoint: Checkpoint) -> Said:
         # Some value is of a type that no reader expects.
         problems = [f"{type(error).__name__}: {error}"]
     if problems:
-        yield Finding(
-            "\n".join(problems),
-            "a configuration without gaps and contradictions",
-            "DFlashDraftModel.from_pretrained refuses it rather than guess.",
-            "Correct each; most have a rule of their own, which tells what the other readers make of it.",
-            errors=OURS,
-        )
+        expected = "a configuration without gaps and contradictions"
+        why = "DFlashDraftModel.from_pretrained refuses it rather than guess."
+        remedy = "Correct each; most have a rule of their own, which tells what the other readers make of it."
+        yield Finding("\n".join(problems), expected, why, remedy, OURS)
 
 
 def _values(checkpoint: Checkpoint) -> Said:
@@ -98,6 +129,7 @@ _FILE_RULES = (
 RULES = (
     *_FILE_RULES,
     *CONFIG_RULES,
+    Rule("context_length", "room for long texts", ("vLLM",), _context_length),
     Rule("loader", "dflash_hf accepts config.json", OURS, _loader),
     *TENSOR_RULES,
     Rule("tensor_values", "no NaN, no infinity", ALL, _values),
@@ -110,6 +142,7 @@ RULES = (
 _SMALL_FILES = ["*.json", "*.py", "README.md", "mask_embedding.pt"]
 # What answers in place of the Hub, such as the login page of a network, sends no JSON.
 _NETWORK_ERRORS = (OSError, HTTPError, HFValidationError, json.JSONDecodeError)
+_HEADERS = "The tensors' names and shapes are looked up in the headers of the safetensors files."
 
 
 def read_folder(path: Path, name: str, revision: str | None = None) -> Checkpoint:
@@ -124,32 +157,24 @@ def read_folder(path: Path, name: str, revision: str | None = None) -> Checkpoin
         why = "A drafter is a folder with config.json and safetensors files."
         finding = Finding(f"{path} is a file", "a folder or a repository", why, "Give its folder.")
         return Checkpoint(name, revision, unreadable={"folder": finding})
-    checkpoint = _read_small_files(path, name, revision)
+    checkpoint = dataclasses.replace(_read_small_files(path, name, revision), folder=path)
     try:
-        return dataclasses.replace(checkpoint, headers=read_tensor_headers(path), folder=path)
+        return dataclasses.replace(checkpoint, headers=read_tensor_headers(path))
     except (OSError, ValueError) as error:
         checkpoint.unreadable["weights_file"] = _broken_weights(str(error))
-    return dataclasses.replace(checkpoint, folder=path)
+    return checkpoint
 
 
 def read_repository(name: str, revision: str | None) -> Checkpoint:
-    """Read a repository of the Hub: its small files, and of its weights only the headers, unless they are cached.
-
-    Args:
-        name: Repository id.
-        revision: Branch, tag or commit; None for the default branch.
-    """
+    """Read a repository of the Hub: its small files, and of its weights only the headers, unless they are cached."""
+    access = "the network and the access token (HF_TOKEN, or `hf auth login`)"
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=_SMALL_FILES))
     except _NETWORK_ERRORS as error:
-        finding = Finding(
-            f"no folder {name}, and no such repository: {without_secrets(str(error))}",
-            "a folder, or a repository that can be reached",
-            "There is nothing to look at.",
-            "Check the spelling, the revision, the network and the access token (HF_TOKEN, or `hf auth login`), "
-            "without which a private repository is not found.",
-        )
-        return Checkpoint(name, revision, unreadable={"folder": finding})
+        found = f"no folder {name}, and no such repository: {without_secrets(str(error))}"
+        remedy = f"Check the spelling, the revision, {access}, without which a private repository is not found."
+        expected, why = "a folder, or a repository that can be reached", "There is nothing to look at."
+        return Checkpoint(name, revision, unreadable={"folder": Finding(found, expected, why, remedy)})
     checkpoint = _read_small_files(folder, name, revision)
     try:
         # Engines read those of the folder itself.
@@ -164,12 +189,9 @@ def read_repository(name: str, revision: str | None) -> Checkpoint:
         cached = read_folder(folder, name, revision)
         if cached.headers is not None:
             return cached
-        checkpoint.unreadable["weights_file"] = Finding(
-            f"{name}: the tensors' headers cannot be fetched: {without_secrets(str(error))}",
-            "headers that can be fetched",
-            "The tensors' names and shapes are looked up in the first bytes of the safetensors files.",
-            "Check the network and the access token (HF_TOKEN, or `hf auth login`), or validate a local folder.",
-        )
+        found = f"{name}: the tensors' headers cannot be fetched: {without_secrets(str(error))}"
+        remedy = f"Check {access}, or validate a local folder."
+        checkpoint.unreadable["weights_file"] = Finding(found, "headers that can be fetched", _HEADERS, remedy)
     return checkpoint
 
 
@@ -190,15 +212,13 @@ def _fetch_headers(name: str, revision: str | None, folder: Path, files: list[st
 
 def _broken_weights(found: str) -> Finding:
     expected = "model.safetensors, or all shards with model.safetensors.index.json"
-    why = "The tensors' names and shapes are looked up in the headers of these files."
-    return Finding(found, expected, why, "Copy the files again, or save the drafter again.")
+    return Finding(found, expected, _HEADERS, "Copy the files again, or save the drafter again.")
 
 
 def _read_small_files(path: Path, name: str, revision: str | None) -> Checkpoint:
     """What is known of a drafter without its weights."""
-    config, found = None, None
+    config, found, file = None, None, path / "config.json"
     remedy = "Copy it again, from the folder the drafter was saved to."
-    file = path / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
@@ -211,12 +231,10 @@ def _read_small_files(path: Path, name: str, revision: str | None) -> Checkpoint
         found = f"{file} is not valid JSON: {error}"
     unreadable = {}
     if found is not None:
-        unreadable["config_file"] = Finding(
-            found, "config.json with an object", "Every reader starts with it.", remedy
-        )
+        why = "Every reader starts with it."
+        unreadable["config_file"] = Finding(found, "config.json with an object", why, remedy)
     files = frozenset(entry.name for entry in path.iterdir())
-    base_model = _base_model(path, config or {})
-    return Checkpoint(name, revision, files, config, base_model=base_model, unreadable=unreadable)
+    return Checkpoint(name, revision, files, config, None, _base_model(path, config or {}), unreadable)
 
 
 def _base_model(folder: Path, config: dict[str, Any]) -> str | None:
@@ -243,12 +261,7 @@ _MOST_LINES = 8
 
 @dataclass(frozen=True)
 class RuleResult:
-    """What became of one rule.
-
-    Args:
-        rule: The rule.
-        findings: What violates it; None where that could not be told.
-    """
+    """What became of one rule: what violates it, or None where that could not be told."""
 
     rule: Rule
     findings: list[Finding] | None
@@ -335,53 +348,55 @@ class ValidationReport:
         }
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
+        return "\n".join(_report_lines(self))
 
-    def _lines(self) -> Iterator[str]:
-        name, revision = self.checkpoint.name, self.checkpoint.revision
-        yield from _wrap(f"{name}{f' at {revision}' if revision else ''}: {self._headline()}")
-        yield ""
-        yield f"{'':<18}  {'':<34}  {'vLLM':<8} {'SGLang':<8} {'z-lab':<8} transformers"
-        for result in self.results:
-            cells = [f"{_CELLS[result.status(reader)]:<8}" for reader in READERS]
-            yield f"{result.rule.id:<18}  {result.rule.title:<34}  {' '.join(cells)}".rstrip()
-        yield ""
-        yield from _wrap(f"Checked against {', '.join(READERS.values())}. -: not concerned. ?: could not be told.")
-        if self.checkpoint.headers is not None and self.checkpoint.folder is None:
-            flag = f" --revision {shlex.quote(revision)}" if revision else ""
-            yield from _wrap(
-                "Only the headers of the tensors were fetched: the values were not read, and may hold NaN. They are "
-                f"looked through once they are here: `hf download {shlex.quote(name)}{flag}`, then this again."
-            )
-        for result in self.results:
-            for finding in result.findings or []:
-                yield from _finding_lines(result.rule, finding)
-        yield ""
-        yield self._verdict()
-        for reader, command in self.serving_commands().items():
-            yield ""
-            yield f"{READERS[reader]}{'' if self.ok_for(reader) else ' (has errors, see above)'}:"
-            yield from textwrap.indent(command, "    ").splitlines()
 
-    def _headline(self) -> str:
-        summary, parts = self.summary(), []
-        if summary["tensors"] is not None:
-            dtypes = "/".join(summary["dtypes"])
-            parts.append(f"{summary['tensors']} tensors, {summary['parameters']:,} parameters, {dtypes}")
-        if summary["block_size"] is not None:
-            parts.append(f"block size {summary['block_size']}")
-        if summary["target_layer_ids"] is not None:
-            taps = ", ".join(map(str, summary["target_layer_ids"]))
-            parts.append(f"reads layers {taps} of {summary['num_target_layers'] or '?'}")
-        return "; ".join(parts) or "nothing could be read"
+def _report_lines(report: ValidationReport) -> Iterator[str]:
+    """The table, each finding, the verdict and the serving commands."""
+    checkpoint = report.checkpoint
+    name, revision = checkpoint.name, checkpoint.revision
+    yield from _wrap(f"{name}{f' at {revision}' if revision else ''}: {_headline(report.summary())}")
+    yield ""
+    yield f"{'':<18}  {'':<34}  {'vLLM':<8} {'SGLang':<8} {'z-lab':<8} transformers"
+    for result in report.results:
+        cells = [f"{_CELLS[result.status(reader)]:<8}" for reader in READERS]
+        yield f"{result.rule.id:<18}  {result.rule.title:<34}  {' '.join(cells)}".rstrip()
+    yield ""
+    yield from _wrap(f"Checked against {', '.join(READERS.values())}. -: not concerned. ?: could not be told.")
+    if checkpoint.headers is not None and checkpoint.folder is None:
+        flag = f" --revision {shlex.quote(revision)}" if revision else ""
+        yield from _wrap(
+            "Only the headers of the tensors were fetched: the values were not read, and may hold NaN. To check them, "
+            f"run `hf download {shlex.quote(name)}{flag}` and then this again."
+        )
+    for result in report.results:
+        for finding in result.findings or []:
+            yield from _finding_lines(result.rule, finding)
+    errors = sum(bool(finding.errors) for finding in report.findings())
+    warnings = sum(bool(finding.warnings) and not finding.errors for finding in report.findings())
+    bad = ", ".join(reader for reader in READERS if not report.ok_for(reader))
+    yield ""
+    yield (
+        f"NOT OK: {errors} error(s), {warnings} warning(s). Do not use it with {bad}."
+        if errors
+        else (f"OK: no errors, {warnings} warning(s).")
+    )
+    for reader, command in report.serving_commands().items():
+        yield from ("", f"{READERS[reader]}{'' if report.ok_for(reader) else ' (has errors, see above)'}:")
+        yield from textwrap.indent(command, "    ").splitlines()
 
-    def _verdict(self) -> str:
-        errors = sum(bool(finding.errors) for finding in self.findings())
-        warnings = sum(bool(finding.warnings) and not finding.errors for finding in self.findings())
-        if errors:
-            bad = ", ".join(reader for reader in READERS if not self.ok_for(reader))
-            return f"NOT OK: {errors} error(s), {warnings} warning(s). Do not use it with {bad}."
-        return f"OK: no errors, {warnings} warning(s)."
+
+def _headline(summary: dict[str, Any]) -> str:
+    parts = []
+    if summary["tensors"] is not None:
+        dtypes = "/".join(summary["dtypes"])
+        parts.append(f"{summary['tensors']} tensors, {summary['parameters']:,} parameters, {dtypes}")
+    if summary["block_size"] is not None:
+        parts.append(f"block size {summary['block_size']}")
+    if summary["target_layer_ids"] is not None:
+        taps = ", ".join(map(str, summary["target_layer_ids"]))
+        parts.append(f"reads layers {taps} of {summary['num_target_layers'] or '?'}")
+    return "; ".join(parts) or "nothing could be read"
 
 
 def _finding_lines(rule: Rule, finding: Finding) -> Iterator[str]:
@@ -428,10 +443,7 @@ def validate_checkpoint(folder_or_repo: str | Path, revision: str | None = None)
     elif revision is None:
         checkpoint = read_folder(path, str(folder_or_repo))
     else:
-        raise ValueError(
-            f"revision={revision!r} was given for the local {path}: only repositories of the Hub have revisions. "
-            "Leave it out, or give a repository."
-        )
+        raise ValueError(f"{path} is a local folder and has no revision={revision!r}: leave it out.")
     return ValidationReport(checkpoint, [RuleResult(rule, _apply(rule, checkpoint)) for rule in RULES])
 
 
@@ -457,18 +469,14 @@ def serving_commands(checkpoint: Checkpoint) -> dict[str, str]:
         return {}
     name, revision, size = checkpoint.name, checkpoint.revision, checkpoint.block_size
     target = checkpoint.base_model or "TARGET"
-    speculative = {
-        "method": "dflash",
-        "model": name,
-        **({"revision": revision} if revision else {}),
-        "num_speculative_tokens": "BLOCK_SIZE - 1" if size is None else size - 1,
-    }
-    speculative_config = shlex.quote(json.dumps(speculative))
-    gap = " " if len(speculative_config) < _WIDTH - 30 else " \\\n        "
+    speculative: dict[str, Any] = {"method": "dflash", "model": name, "revision": revision}
+    speculative["num_speculative_tokens"] = "BLOCK_SIZE - 1" if size is None else size - 1
+    given = shlex.quote(json.dumps({key: value for key, value in speculative.items() if value is not None}))
+    gap = " " if len(given) < _WIDTH - 30 else " \\\n        "
     draft_revision = f" \\\n    --speculative-draft-model-revision {shlex.quote(revision)}" if revision else ""
     hybrid = "for targets that generate() accepts: no hybrid ones"
     return {
-        "vLLM": f"vllm serve {shlex.quote(target)} \\\n    --speculative-config{gap}{speculative_config}",
+        "vLLM": f"vllm serve {shlex.quote(target)} \\\n    --speculative-config{gap}{given}",
         "SGLang": (
             f"python -m sglang.launch_server --model-path {shlex.quote(target)} \\\n"
             f"    --speculative-algorithm DFLASH \\\n"
@@ -493,32 +501,27 @@ def _snippet(checkpoint: Checkpoint, target: str, package: str, note: str) -> st
     )
 
 
-# --- The console command `dflash-hf`.
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `dflash-hf SUBCOMMAND ...`.
+    """Run `dflash-hf validate FOLDER_OR_REPO`.
 
     Args:
-        argv: The words after the command's name; None reads those of the process.
+        argv: The words behind `dflash-hf validate`, or behind `dflash-hf`; None reads those of the process.
 
     Returns:
         Exit status: 0, or 1 where a checkpoint has errors. Bad usage ends the process with 2.
     """
-    parser = argparse.ArgumentParser(prog="dflash-hf", description="Tools for DFlash drafters.", allow_abbrev=False)
-    subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
-    validate = subcommands.add_parser(
-        "validate",
-        help="check what vLLM, SGLang, dflash and transformers each need of a drafter",
+    words = [*(sys.argv[1:] if argv is None else argv)]
+    parser = argparse.ArgumentParser(
+        prog="dflash-hf validate",
         description="Check a drafter's config.json and tensor headers against what each of its readers needs, and "
         "print the serving command for each. The weights of a local folder are looked through for NaN, those of a "
         "repository are not fetched. Exit status: 0 without errors, 1 with errors.",
         allow_abbrev=False,
     )
-    validate.add_argument("checkpoint", metavar="FOLDER_OR_REPO", help="a local folder or a repository of the Hub")
-    validate.add_argument("--revision", help="branch, tag or commit of the repository")
-    validate.add_argument("--json", action="store_true", help="print the report as JSON")
-    args = parser.parse_args(argv)
+    parser.add_argument("checkpoint", metavar="FOLDER_OR_REPO", help="a local folder or a repository of the Hub")
+    parser.add_argument("--revision", help="branch, tag or commit of the repository")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    args = parser.parse_args(words[1:] if words[:1] == ["validate"] else words)
     try:
         report = validate_checkpoint(args.checkpoint, revision=args.revision)
     except ValueError as error:

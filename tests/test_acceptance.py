@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The acceptance length by real decoding, and what is reported about it."""
+"""The acceptance length, walked and by real decoding, and what is reported about it."""
 
 import json
 import logging
@@ -7,43 +7,209 @@ import math
 import warnings
 from dataclasses import replace
 
+import datasets
 import numpy as np
 import pytest
 import torch
-from test_generation import PROMPT, drafter_for, greedy, oracle_for, target_and_answer
-from test_walk import trained_like
-from tiny import dense_target
+from naive import naive_drafter
+from oracle import PROMPT, TARGETS, drafter_for, oracle_for, target_and_answer, trained_like, written_by
+from runs import BLOCK_SIZE, make_documents, make_trainer
+from tiny import MASK_TOKEN_ID, byte_tokenizer, dense_target, refused
 from transformers.generation import BaseStreamer
 from transformers.utils import logging as hf_logging
 
-from dflash_hf import acceptance
+from dflash_hf import (
+    DataCollatorForDFlash,
+    DFlashTrainer,
+    DFlashTrainingArguments,
+    FrozenTarget,
+    PackedDataset,
+    acceptance,
+)
 from dflash_hf.acceptance import (
     AcceptanceReport,
     DecodingSettings,
     PlainAnswer,
     PromptAcceptance,
     WalkedAnswer,
+    WalkSums,
     bootstrap_difference,
+    follow,
+    markdown,
     measure_acceptance,
     plain_answers,
+    plot_label,
+    plot_reports,
+    right_drafts,
+    short_names,
+    walk_batch,
+    walk_documents,
     walked_acceptance_length,
 )
+from dflash_hf.frozen_target import FrozenHead
 from dflash_hf.generation import SpeculativeOutput, speculative_generate
 
 
 torch.set_num_threads(1)
 
 IDS = torch.tensor([PROMPT])
+PROMPTS = [PROMPT, [7], [9, 80, 80, 3, 6, 200], [11] * 12]
 
 
-def report_of(*committed, prompts=None, max_new_tokens=100):
-    """A report of prompts whose verifications committed the given numbers."""
-    prompts = prompts or [[i] for i in range(len(committed))]
-    answers = [
-        PromptAcceptance(prompt, list(range(sum(tokens) + 1)), list(tokens), [n - 1 for n in tokens], True)
-        for prompt, tokens in zip(prompts, committed, strict=True)
-    ]
-    return AcceptanceReport(answers, block_size=4, max_new_tokens=max_new_tokens)
+@pytest.fixture
+def hugging_face_log(caplog):
+    """What transformers and this package log at warning level and above."""
+    hf_logging.warning_once.cache_clear()
+    loggers = [logging.getLogger(name) for name in ("transformers", "dflash_hf.acceptance")]
+    for logger in loggers:
+        logger.addHandler(caplog.handler)
+    yield caplog
+    for logger in loggers:
+        logger.removeHandler(caplog.handler)
+
+
+# --- the walk ---
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_e5_the_walk_visits_the_blocks_that_decoding_verifies(name):
+    target = TARGETS[name]()
+    # A token that comes up in the middle of an answer ends it there, so that the answers have different lengths.
+    eos = written_by(target, PROMPTS[:1], 37)[0]["input_ids"][len(PROMPT) + 21]
+    documents = written_by(target, PROMPTS, 37, [eos])
+    drafter = trained_like(target, documents)
+    answers = walk_documents(target, drafter, documents)
+    assert [answer.document for answer in answers] == [0, 1, 2, 3]
+    for answer, prompt, document in zip(answers, PROMPTS, documents, strict=True):
+        decoded = speculative_generate(target, drafter, torch.tensor([prompt]), 37, eos_token_id=eos)
+        assert decoded.sequences[0].tolist() == document["input_ids"]
+        assert (answer.committed, answer.accepted) == (decoded.committed, decoded.accepted)
+    assert len({n for answer in answers for n in answer.committed}) >= 3
+
+
+def test_e4_an_answer_is_followed_from_block_to_block():
+    assert follow([2, 9, 9, 0, 3, 9, 9, 9, 1, 0]) == ([3, 1, 4, 2], [2, 0, 3, 1])
+    # The last block is cut at the end of the answer, where no token of the target's own follows.
+    assert follow([3, 9, 9, 9, 2, 1]) == ([4, 2], [3, 2])
+    assert follow([0]) == ([1], [0]) and follow([1]) == ([1], [1]) and follow([]) == ([], [])
+
+
+def test_e4_blocks_are_counted_by_source():
+    sums = WalkSums.zeros(4, ["a", "b", "c"])
+    sums.add(WalkedAnswer(0, [4, 1, 2], [3, 0, 2]), "a")
+    sums.add(WalkedAnswer(1, [2], [1]), "b")
+    assert sums.metrics() == {
+        "acceptance_length": 9 / 4,
+        "fully_accepted_blocks": 1 / 4,
+        "acceptance_slot_1": 3 / 4,
+        "acceptance_slot_2": 2 / 4,
+        "acceptance_slot_3": 1 / 4,
+        "acceptance_length_a": 7 / 3,
+        "acceptance_length_b": 2.0,
+    }
+    assert WalkSums.zeros(4).metrics() == {}
+
+
+def test_the_walk_equals_one_block_after_the_other():
+    """Packed rows of documents with several answers, in chunks of anchors, against the slow twin of the drafter."""
+    target = dense_target()
+    documents = make_documents(3)
+    documents[1]["supervised_spans"] = [[4, 9], [9, 12], [14, 15], [16, 18]]
+    drafter = trained_like(target, documents)
+    head, frozen = FrozenHead(target, "cpu"), FrozenTarget(target, drafter.config.target_layer_ids)
+    rows = PackedDataset(documents, 64)
+    batch = DataCollatorForDFlash(4)([rows[i] for i in range(len(rows))])
+    context = frozen.context_hidden_states(batch["input_ids"], batch["document_lengths"])
+    table = target.get_input_embeddings().weight
+
+    expected = []
+    for index, document in enumerate(documents):
+        ids = document["input_ids"]
+        taps = frozen.context_hidden_states(torch.tensor([ids]))[0]
+        spans = [[4, 12], [16, 18]] if index == 1 else document["supervised_spans"]
+        for start, stop in spans:
+            anchor, committed = start, []
+            while anchor < stop - 1:
+                block = table[[ids[anchor], *[MASK_TOKEN_ID] * 3]]
+                with torch.no_grad():
+                    drafts = head.logits(naive_drafter(drafter, taps, block, anchor)).argmax(-1).tolist()
+                right = next((k for k in range(1, 4) if anchor + k >= stop or drafts[k] != ids[anchor + k]), 4) - 1
+                committed.append(min(right + 1, stop - 1 - anchor))
+                anchor += committed[-1]
+            expected.append((index, committed))
+    for chunk in (None, 1, 5, 1000):
+        answers = walk_batch(drafter, drafter.config, head, batch, context, chunk_anchors=chunk)
+        assert sorted((a.document, a.committed) for a in answers) == sorted(expected)
+    assert len({n for _, committed in expected for n in committed}) >= 3
+    # Rows whose labels count nothing are left out.
+    labels = batch["labels"].clone()
+    labels[0] = -100
+    left = {a.document for a in walk_batch(drafter, drafter.config, head, batch | {"labels": labels}, context)}
+    assert left == {document for row in batch["documents"][1:] for document in row}
+
+
+def test_logits_that_are_no_numbers_are_right_about_nothing():
+    labels = torch.tensor([[[-100, 3, 0, 0], [-100, 1, 0, 0]]])
+    logits = torch.nn.functional.one_hot(labels.clamp(min=0), 5).float().flatten(1, 2)
+    assert right_drafts(logits, labels, lambda x: x, 5).tolist() == [[3, 3]]
+    # The place of a NaN is what its row's largest entry is said to be.
+    logits[0, 2, 0] = torch.nan
+    assert right_drafts(logits, labels, lambda x: x, 5).tolist() == [[1, 3]]
+
+
+def test_e4_evaluation_walks_the_answers(tmp_path):
+    """The trainer's numbers are those of the answers walked one by one, whatever the rows."""
+    target, documents = dense_target(), make_documents(5)
+    sources = ["code", "chat", "code", "maths", "chat"]
+    data = [{**document, "source": source} for document, source in zip(documents, sources, strict=True)]
+    trainer = make_trainer(tmp_path, target, eval_dataset=data, drafter=trained_like(target, documents))
+    metrics = trainer.evaluate()
+    answers = walk_documents(target, trainer.model, documents)
+    committed = [n for answer in answers for n in answer.committed]
+    accepted = np.array([n for answer in answers for n in answer.accepted])
+    assert metrics["eval_acceptance_length"] == sum(committed) / len(committed) > 1.8
+    assert metrics["eval_fully_accepted_blocks"] == (accepted == BLOCK_SIZE - 1).mean()
+    for slot in range(1, BLOCK_SIZE):
+        assert metrics[f"eval_acceptance_slot_{slot}"] == pytest.approx((accepted >= slot).mean())
+    for source in set(sources):
+        own = [n for a in answers if sources[a.document] == source for n in a.committed]
+        assert metrics[f"eval_acceptance_length_{source}"] == sum(own) / len(own)
+    for split in ({"row_length": 128}, {"per_device_eval_batch_size": 3}):
+        given = datasets.Dataset.from_list(data)
+        other = make_trainer(tmp_path, target, eval_dataset=given, drafter=trainer.model, **split).evaluate()
+        walked = [name for name in metrics if "acceptance" in name or "accepted" in name]
+        assert {name: other[name] for name in walked} == {name: metrics[name] for name in walked}
+
+
+def test_chats_keep_their_source(tmp_path):
+    """Two answers of a chat are two documents of its source; a chat that names none is of another."""
+    turn = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "It is said."}]
+    chats = [{"messages": turn * 2, "source": "talk"}, {"messages": turn, "source": None}]
+    given = {"eval_dataset": datasets.Dataset.from_list(chats), "processing_class": byte_tokenizer()}
+    trainer = make_trainer(tmp_path, row_length=160, **given)
+    assert trainer.eval_dataset.sources == ["talk", "talk", "other"]
+    names = {name for name in trainer.evaluate() if name.startswith("eval_acceptance_length_")}
+    assert names == {"eval_acceptance_length_talk", "eval_acceptance_length_other"}
+
+
+def test_evaluation_runs_the_target_once_per_batch(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path, eval_dataset=make_documents(3))
+    calls, original = [], trainer.target.context_hidden_states
+    monkeypatch.setattr(trainer.target, "context_hidden_states", lambda *a: calls.append(1) or original(*a))
+    trainer.evaluate()
+    assert len(calls) == len(trainer.eval_dataset)
+
+
+def test_a_collator_of_ones_own_keeps_the_acceptance_at_random_anchors(tmp_path, caplog):
+    trainer = make_trainer(tmp_path, eval_dataset=make_documents(3))
+    whole = trainer.data_collator
+    trainer.data_collator = lambda rows: {k: v for k, v in whole(rows).items() if k != "supervised_runs"}
+    metrics = trainer.evaluate()
+    assert "supervised_runs" in caplog.text
+    assert metrics["eval_acceptance_length"] >= 1 and "eval_acceptance_slot_1" not in metrics
+
+
+# --- beside transformers' own decoding ---
 
 
 class CommitRecorder(BaseStreamer):
@@ -62,34 +228,14 @@ class CommitRecorder(BaseStreamer):
 def native(target, drafter, budget, **arguments):
     """transformers' own speculative decoding with a drafter: the sequence and what each verification committed."""
     recorder = CommitRecorder()
-    sequences = target.generate(
-        IDS,
-        attention_mask=torch.ones_like(IDS),
-        max_new_tokens=budget,
-        do_sample=False,
-        assistant_model=drafter,
-        speculation_type="dflash",
-        streamer=recorder,
-        **arguments,
-    )
+    arguments |= {"assistant_model": drafter, "speculation_type": "dflash", "streamer": recorder}
+    mask = torch.ones_like(IDS)
+    sequences = target.generate(IDS, attention_mask=mask, max_new_tokens=budget, do_sample=False, **arguments)
     return sequences, recorder.sizes[2:]
 
 
-@pytest.fixture
-def hugging_face_log(caplog):
-    """What transformers logs at warning level and above."""
-    hf_logging.warning_once.cache_clear()
-    logger = logging.getLogger("transformers")
-    logger.addHandler(caplog.handler)
-    yield caplog
-    logger.removeHandler(caplog.handler)
-
-
-# --- beside transformers' own decoding ---
-
-
 @pytest.mark.parametrize("name", ["dense", "tied_llama"])
-@pytest.mark.parametrize("budget", [2, 20, 23, 50])
+@pytest.mark.parametrize("budget", [2, 23, 50])
 def test_e4_both_ways_of_decoding_commit_alike(name, budget):
     target, answer = target_and_answer(name)
     # Right for 0 to 3 slots, by a pattern over the anchor's position.
@@ -98,27 +244,13 @@ def test_e4_both_ways_of_decoding_commit_alike(name, budget):
     ours = speculative_generate(target, oracle, IDS, budget)
     assert sequences[0].tolist() == ours.sequences[0].tolist() == answer[: len(PROMPT) + budget]
     assert committed == ours.committed
-    if budget == 50:
-        assert set(ours.committed[:-1]) == {1, 2, 4}
-
-
-@pytest.mark.parametrize("eos_index", [1, 6, 7])
-def test_e4_both_ways_of_decoding_stop_alike(eos_index):
-    target = dense_target(seed=3)
-    answer = greedy(target, PROMPT, 30)
-    eos = [271, answer[len(PROMPT) + eos_index]]
-    oracle = oracle_for(target, answer, [True, True, False])
-    sequences, committed = native(target, oracle, 30, eos_token_id=eos)
-    ours = speculative_generate(target, oracle, IDS, 30, eos_token_id=eos)
-    assert torch.equal(sequences, ours.sequences)
-    assert ours.sequences.shape[1] <= len(PROMPT) + eos_index + 1
-    assert committed == ours.committed
+    assert budget < 50 or set(ours.committed[:-1]) == {1, 2, 4}
 
 
 def test_e7_a_hybrid_target_is_decoded_although_generate_refuses_it():
     target, answer = target_and_answer("hybrid")
     oracle = oracle_for(target, answer, [True, False, True])
-    with pytest.raises(ValueError, match="stateful"):
+    with refused(ValueError, "stateful"):
         native(target, oracle, 12)
     output = speculative_generate(target, oracle, IDS, 12)
     assert output.sequences[0].tolist() == answer[: len(PROMPT) + 12]
@@ -137,11 +269,9 @@ def test_nothing_of_the_generation_config_bends_greedy_decoding(hugging_face_log
         do_sample=True,
         temperature=0.6,
         top_k=20,
-        top_p=0.95,
         repetition_penalty=1.5,
         no_repeat_ngram_size=2,
         suppress_tokens=[expected[-1]],
-        begin_suppress_tokens=[expected[len(PROMPT)]],
         bad_words_ids=[[expected[len(PROMPT) + 1]]],
         forced_eos_token_id=7,
         num_beams=3,
@@ -155,53 +285,51 @@ def test_nothing_of_the_generation_config_bends_greedy_decoding(hugging_face_log
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         report = measure_acceptance(target, oracle_for(target, answer, [True] * 3), [PROMPT], 20, progress=False)
-    assert report.prompts[0].output_ids == expected[len(PROMPT) :]
-    assert report.lossless is True
+    assert report.prompts[0].output_ids == expected[len(PROMPT) :] and report.lossless is True
     assert report.prompts[0].committed == [4, 4, 4, 4, 3]
     assert target.generation_config is config and config.to_dict() == before
     assert not hugging_face_log.records
 
 
-@pytest.mark.parametrize("pad", [None, 259])
-def test_decoding_prints_no_warning(hugging_face_log, pad):
+def test_decoding_prints_no_warning(hugging_face_log):
     target = dense_target()
-    target.generation_config.eos_token_id, target.generation_config.pad_token_id = [271, 270], pad
+    target.generation_config.eos_token_id, target.generation_config.pad_token_id = [271, 270], None
+    settings = DecodingSettings(6, temperature=0.7, top_p=0.9, top_k=20)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         measure_acceptance(target, drafter_for(target), [PROMPT], 6, progress=False)
-        measure_acceptance(
-            target,
-            drafter_for(target),
-            [PROMPT],
-            progress=False,
-            settings=DecodingSettings(6, temperature=0.7, top_p=0.9, top_k=20),
-        )
+        measure_acceptance(target, drafter_for(target), [PROMPT], progress=False, settings=settings)
     assert not hugging_face_log.records
 
 
-def test_the_end_of_sequence_tokens_of_the_generation_config_hold_unless_given():
-    target, answer = dense_target(), target_and_answer("dense")[1]
-    target.generation_config.eos_token_id = answer[len(PROMPT)]
-    drafter = drafter_for(target)
-    report = measure_acceptance(target, drafter, [PROMPT], 5, progress=False)
-    assert (report.prompts[0].output_ids, report.lossless) == ([answer[len(PROMPT)]], True)
-    assert math.isnan(report.acceptance_length)
-    assert report.to_dict()["acceptance_length"] is None
-    report = measure_acceptance(target, drafter, [PROMPT], 5, eos_token_id=[], progress=False)
-    assert len(report.prompts[0].output_ids) == 5 and report.lossless is True
-
-
-@pytest.mark.parametrize("name", ["dense", "hybrid"])
-def test_e4_an_oracle_reaches_the_block_size_and_a_random_drafter_one(name):
-    target, answer = target_and_answer(name)
-    oracle = oracle_for(target, answer, [True] * 3)
-    assert measure_acceptance(target, oracle, [PROMPT], 21, progress=False).acceptance_length == 4.0
-    report = measure_acceptance(
-        target, drafter_for(target), [PROMPT, torch.tensor([3]), torch.tensor([[8, 9]])], 12, progress=False
-    )
-    assert 1.0 <= report.acceptance_length < 1.3
-    assert [prompt.prompt_ids for prompt in report.prompts] == [PROMPT, [3], [8, 9]]
-    assert report.lossless is True
+def test_n7_texts_and_chats_are_taken(tmp_path):
+    """By the target's tokenizer or one that is given; a base model's, without template, reads texts as they are."""
+    target = dense_target()
+    target.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    target = type(target).from_pretrained(tmp_path)
+    drafter, chat = drafter_for(target), [{"role": "user", "content": "Hi"}]
+    report = measure_acceptance(target, drafter, ["Hi", chat, PROMPT, IDS, IDS[0]], 4, progress=False)
+    written = byte_tokenizer().apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert [prompt.prompt_ids for prompt in report.prompts] == [written, written, *[PROMPT] * 3]
+    assert report.lossless and 1 <= report.acceptance_length < 1.5
+    plain = byte_tokenizer(chat_template=None)
+    report = measure_acceptance(target, drafter, ["Hi"], 4, progress=False, processing_class=plain)
+    assert report.prompts[0].prompt_ids == plain("Hi")["input_ids"]
+    report = measure_acceptance(target, drafter, [{"prompt": "Hi"}, {"messages": chat}], 4, progress=False)
+    assert [prompt.prompt_ids for prompt in report.prompts] == [written, written]
+    for one in ("Hi", chat):
+        with refused(ValueError, "prompt"):
+            measure_acceptance(target, drafter, one, 4, progress=False)
+    # N11: in the mode that the drafter was trained in.
+    (tmp_path / "training.json").write_text('{"recipe": {"enable_thinking": false}}')
+    drafter.config.name_or_path = drafter.name_or_path = str(tmp_path)
+    thinking = byte_tokenizer("{{ enable_thinking }}")
+    report = measure_acceptance(target, drafter, ["Hi"], 4, progress=False, processing_class=thinking)
+    assert thinking.decode(report.prompts[0].prompt_ids) == "False"
+    with refused(ValueError, "chat template"):
+        measure_acceptance(target, drafter, [chat], 4, progress=False, processing_class=plain)
+    assert len(plain_answers(target, ["Hi"], DecodingSettings(3), progress=False)[0].output_ids) == 3
 
 
 def test_a_report_holds_outputs_and_counts_and_is_json():
@@ -227,24 +355,13 @@ def test_a_report_holds_outputs_and_counts_and_is_json():
         "block_size": 4,
         "max_new_tokens": 10,
     }
-    missing = (
-        "lossless",
-        "first_difference",
-        "top2_gap",
-        "tie",
-        "plain_seconds",
-        "plain_tokens",
-        "source",
-        "language",
-    )
-    assert prompt == {
+    assert {name: value for name, value in prompt.items() if value is not None} == {
         "prompt_ids": PROMPT,
         "output_ids": answer[len(PROMPT) : len(PROMPT) + 10],
         "committed": [2, 2, 2, 2, 1],
         # The budget cuts off the target's own token behind the last draft.
         "accepted": [1, 1, 1, 1, 1],
         "forwards": 5,
-        **dict.fromkeys(missing),
     }
 
 
@@ -252,48 +369,54 @@ def test_a_report_holds_outputs_and_counts_and_is_json():
 def test_a_difference_is_found_with_the_gap_of_the_targets_logits_there(monkeypatch, tamper):
     target, answer = target_and_answer("dense")
     output = torch.tensor([answer[: len(PROMPT) + 10]])
+    first = 8 if tamper == "shorter" else min(tamper)
     if tamper == "shorter":
-        output, first = output[:, :-2], 8
+        output = output[:, :-2]
     else:
-        first = min(tamper)
         for index, token in tamper.items():
             output[0, len(PROMPT) + index] = token
-    monkeypatch.setattr(
-        acceptance, "speculative_generate", lambda *args, **kwargs: SpeculativeOutput(output, [4, 5], [3, 4])
-    )
+    given = SpeculativeOutput(output, [4, 5], [3, 4])
+    monkeypatch.setattr(acceptance, "speculative_generate", lambda *args, **kwargs: given)
     report = measure_acceptance(target, drafter_for(target), [PROMPT], 10, progress=False)
     (prompt,) = report.prompts
     assert (report.lossless, prompt.lossless, prompt.first_difference) == (False, False, first)
     with torch.no_grad():
         logits = target(torch.tensor([answer[: len(PROMPT) + first]])).logits[0, -1].sort(descending=True).values
     assert prompt.top2_gap == pytest.approx((logits[0] - logits[1]).item(), abs=1e-3)
-    json.dumps(report.to_dict())
 
 
-def test_the_bar_shows_tokens_per_second(capsys):
-    target, _ = target_and_answer("dense")
-    measure_acceptance(target, drafter_for(target), [PROMPT], 3, check_lossless=False, progress=False)
-    assert capsys.readouterr() == ("", "")
-    measure_acceptance(target, drafter_for(target), [PROMPT], 3, check_lossless=False)
-    assert "tokens/s" in capsys.readouterr().err
+@pytest.mark.parametrize(("gap", "tie"), [(1e-6, True), (1e-2, False)])
+def test_a_difference_at_a_tie_is_counted_apart(monkeypatch, gap, tie):
+    target, answer = target_and_answer("dense")
+    output = torch.tensor([answer[: len(PROMPT) + 10]])
+    output[0, len(PROMPT) + 3] = 7
+    logits = torch.zeros(1, 1, 272)
+    logits[..., 5], logits[..., 9] = 1.0, 1.0 - gap
+    given = SpeculativeOutput(output, [4, 5], [3, 4])
+    monkeypatch.setattr(acceptance, "speculative_generate", lambda *args, **kwargs: given)
+    monkeypatch.setattr(target, "forward", lambda **kwargs: type("Output", (), {"logits": logits}))
+    settings = {"settings": DecodingSettings(10), "plain": [PlainAnswer(answer[len(PROMPT) : len(PROMPT) + 10], 1.0)]}
+    report = measure_acceptance(target, drafter_for(target), [PROMPT], progress=False, **settings)
+    assert (report.prompts[0].lossless, report.prompts[0].tie) == (False, tie)
+    assert (report.lossless, report.num_ties) == (tie, int(tie))
 
 
 @pytest.mark.parametrize(
-    ("prompts", "budget", "message"),
+    ("prompts", "budget", "names"),
     [
-        ([], 5, "There is no prompt"),
-        ([PROMPT, []], 5, r"Prompt 1 has the shape \[0\]"),
-        ([torch.zeros(2, 4)], 5, r"Prompt 0 has the shape \[2, 4\]"),
-        ([[1.5, 2.0]], 5, r"Prompt 0 has the shape \[2\] and the type torch.float32; expected token ids"),
-        ([[3, 272]], 5, "Prompt 0 holds the ids 3 to 272.*272 rows.*another tokenizer"),
-        ([[-1]], 5, "Prompt 0 holds the ids -1"),
-        ([PROMPT], 1, "max_new_tokens is 1; expected at least 2"),
+        ([], 5, ["prompt"]),
+        ([PROMPT, []], 5, ["Prompt 1", "[1, 0]"]),
+        ([torch.zeros(2, 4)], 5, ["Prompt 0", "[2, 4]"]),
+        ([[1.5, 2.0]], 5, ["Prompt 0", "float32"]),
+        ([[3, 272]], 5, ["Prompt 0", 272]),
+        ([PROMPT], 1, ["max_new_tokens", 1]),
+        ([PROMPT], 0, ["max_new_tokens", 0]),
     ],
 )
-def test_bad_prompts_and_budgets_are_refused_before_decoding(monkeypatch, prompts, budget, message):
+def test_bad_prompts_and_budgets_are_refused_before_decoding(monkeypatch, prompts, budget, names):
     target, _ = target_and_answer("dense")
     monkeypatch.setattr(acceptance, "speculative_generate", lambda *args, **kwargs: pytest.fail("decoded"))
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, *names):
         measure_acceptance(target, drafter_for(target), prompts, budget, progress=False)
 
 
@@ -301,21 +424,68 @@ def test_settings_given_twice_and_answers_to_other_prompts_are_refused():
     target, _ = target_and_answer("dense")
     drafter, settings = drafter_for(target), DecodingSettings(4)
     for twice in ({"max_new_tokens": 8}, {"eos_token_id": 5}):
-        with pytest.raises(ValueError, match=r"beside settings, which have their own\. Give either"):
+        with refused(ValueError, *twice, "settings"):
             measure_acceptance(target, drafter, [PROMPT], settings=settings, **twice)
-    with pytest.raises(ValueError, match="1 plain answers for 2 prompts"):
+    with refused(ValueError, "1 plain answers", "2 prompts"):
         measure_acceptance(target, drafter, [PROMPT, [1]], settings=settings, plain=[PlainAnswer([1], 1.0)])
+    with refused(ValueError, "num_target_layers", 30):
+        measure_acceptance(target, drafter_for(target, num_target_layers=30), [PROMPT], 5)
+
+
+def test_both_speeds_come_from_the_same_run():
+    target, _ = target_and_answer("dense")
+    drafter, settings = drafter_for(target), DecodingSettings(12)
+    answers = plain_answers(target, [PROMPT, [3]], settings, progress=False)
+    report = measure_acceptance(target, drafter, [PROMPT, [3]], progress=False, settings=settings, plain=answers)
+    assert report.lossless is True
+    assert [p.output_ids for p in report.prompts] == [a.output_ids for a in answers]
+    assert report.plain_tokens_per_second == pytest.approx(24 / sum(a.seconds for a in answers))
+    assert report.speed_up == pytest.approx(report.tokens_per_second / report.plain_tokens_per_second)
 
 
 @pytest.mark.parametrize("name", ["dense", "hybrid"])
-def test_a_drafter_of_another_target_is_refused(name):
+def test_e5_walk_and_decoding_agree_on_a_reports_answers(name, hugging_face_log):
     target, _ = target_and_answer(name)
-    drafter = drafter_for(target, num_target_layers=30)
-    with pytest.raises(ValueError, match="num_target_layers is 30, the target's is"):
-        measure_acceptance(target, drafter, [PROMPT], 5)
+    drafter = drafter_for(target)
+    report = measure_acceptance(target, drafter, [PROMPT, [3, 9]], 20, check_lossless=False, progress=False)
+    hugging_face_log.clear()
+    assert walked_acceptance_length(target, drafter, report, progress=False) == report.acceptance_length
+    assert not hugging_face_log.records
+
+
+def test_e5_walk_and_decoding_agree_on_sampled_answers():
+    """A rejected draft is never drawn in its place, so the answer holds a draft where it was accepted."""
+    target, answer = target_and_answer("dense")
+    documents = [{"input_ids": answer, "supervised_spans": [[len(PROMPT), len(answer)]]}]
+    settings = DecodingSettings(24, temperature=0.6)
+    drafter = trained_like(target, documents)
+    report = measure_acceptance(target, drafter, [PROMPT, PROMPT[:2], [3, 9]], progress=False, settings=settings)
+    assert report.acceptance_length > 1.1
+    assert walked_acceptance_length(target, drafter, report, progress=False) == report.acceptance_length
+
+
+@pytest.mark.parametrize(("decoded", "warns"), [(0.975, False), (0.965, True), (1.029, False), (1.035, True)])
+def test_e5_a_gap_between_walk_and_decoding_is_a_warning(monkeypatch, hugging_face_log, decoded, warns):
+    """The walk commits one token per block; decoding is made to say otherwise."""
+    target, _ = target_and_answer("dense")
+    report = report_of([1] * 35)
+    monkeypatch.setattr(AcceptanceReport, "acceptance_length", decoded)
+    monkeypatch.setattr(acceptance, "walk_documents", lambda *args: [WalkedAnswer(0, [1] * 35, [0] * 35)])
+    walked_acceptance_length(target, drafter_for(target), report, progress=False)
+    assert ("1.000" in hugging_face_log.text) == warns
 
 
 # --- statistics ---
+
+
+def report_of(*committed, prompts=None, max_new_tokens=100):
+    """A report of prompts whose verifications committed the given numbers."""
+    prompts = prompts or [[i] for i in range(len(committed))]
+    answers = [
+        PromptAcceptance(prompt, list(range(sum(tokens) + 1)), list(tokens), [n - 1 for n in tokens], True)
+        for prompt, tokens in zip(prompts, committed, strict=True)
+    ]
+    return AcceptanceReport(answers, block_size=4, max_new_tokens=max_new_tokens)
 
 
 def test_e4_the_acceptance_length_is_pooled_over_unequal_prompts():
@@ -356,8 +526,6 @@ def test_the_interval_of_the_speed_up_is_that_of_its_resamples():
     draws = np.random.default_rng(3).integers(0, 4, (50, 4))
     drawn = [replace(report, prompts=[report.prompts[i] for i in draw]).speed_up for draw in draws]
     assert report.speed_up_interval(0.9, 50, seed=3) == pytest.approx(tuple(np.quantile(drawn, [0.05, 0.95])))
-    low, high = report.speed_up_interval()
-    assert low < report.speed_up < high
     assert timed((1.0, 2.0)).speed_up_interval() == pytest.approx((2.0, 2.0))
 
 
@@ -385,41 +553,22 @@ def test_the_bootstrap_interval_covers_the_truth_about_as_often_as_it_says():
 def test_the_difference_pairs_the_prompts():
     before, after = report_of([1, 1], [3, 3], [2, 2]), report_of([2, 2], [4, 4], [3, 3])
     # Unpaired draws would spread from -1 to 3.
-    low, high = bootstrap_difference(before, after)
-    assert (low, high) == pytest.approx((1.0, 1.0))
+    assert bootstrap_difference(before, after) == pytest.approx((1.0, 1.0))
     assert bootstrap_difference(after, before) == pytest.approx((-1.0, -1.0))
     low, high = bootstrap_difference(before, report_of([1, 2], [3, 3], [2, 1]))
     assert low < 0 < high
-    assert bootstrap_difference(before, after, seed=3, resamples=10, confidence=0.5) == pytest.approx((1.0, 1.0))
 
 
 def test_reports_that_cannot_be_compared_are_refused():
     report = report_of([1], [2])
-    with pytest.raises(ValueError, match="different prompts"):
-        bootstrap_difference(report, report_of([1], [2], prompts=[[0], [9]]))
-    with pytest.raises(ValueError, match=r"different prompts \(2 and 1"):
-        bootstrap_difference(report, report_of([1]))
-    with pytest.raises(ValueError, match="budgets of 100 and 50"):
+    for other in (report_of([1], [2], prompts=[[0], [9]]), report_of([1])):
+        with refused(ValueError, "different prompts"):
+            bootstrap_difference(report, other)
+    with refused(ValueError, "max_new_tokens", 100, 50):
         bootstrap_difference(report, report_of([1], [2], max_new_tokens=50))
-    for wrong in ({"confidence": 95}, {"confidence": 0}, {"resamples": 0}):
-        with pytest.raises(ValueError, match="expected a share between 0 and 1"):
+    for wrong in ({"confidence": 95}, {"resamples": 0}):
+        with refused(ValueError, *wrong, *wrong.values()):
             report.bootstrap_interval(**wrong)
-
-
-def test_a_target_that_scales_its_embeddings_drafts_from_plain_rows(monkeypatch):
-    """`generate` would call the scaling module; the drafter was trained on the rows themselves."""
-    target = dense_target()
-    drafter = drafter_for(target)
-    expected = speculative_generate(target, drafter, IDS, 20)
-    embedding = target.get_input_embeddings()
-    monkeypatch.setattr(embedding, "forward", lambda ids: 8 * torch.nn.functional.embedding(ids, embedding.weight))
-    seen = []
-    handle = drafter.register_forward_hook(lambda m, args, kwargs, out: seen.append(args[0]), with_kwargs=True)
-    scaled = speculative_generate(target, drafter, IDS, 20)
-    handle.remove()
-    mask_row = embedding.weight[drafter.config.mask_token_id]
-    assert seen and all(torch.equal(noise[0, 1], mask_row) for noise in seen)
-    assert scaled.sequences.shape == expected.sequences.shape
 
 
 # --- what reports show ---
@@ -444,68 +593,85 @@ def test_slots_positions_and_groups_of_a_report():
     assert math.isnan(report.plain_tokens_per_second) and math.isnan(report.speed_up)
 
 
-def test_both_speeds_come_from_the_same_run():
-    target, _ = target_and_answer("dense")
-    drafter, settings = drafter_for(target), DecodingSettings(12)
-    answers = plain_answers(target, [PROMPT, [3]], settings, progress=False)
-    report = measure_acceptance(target, drafter, [PROMPT, [3]], progress=False, settings=settings, plain=answers)
-    assert report.lossless is True
-    assert [p.output_ids for p in report.prompts] == [a.output_ids for a in answers]
-    assert report.plain_tokens_per_second == pytest.approx(24 / sum(a.seconds for a in answers))
-    assert report.speed_up == pytest.approx(report.tokens_per_second / report.plain_tokens_per_second)
+def test_names_do_not_break_the_tables():
+    prompt = PromptAcceptance([0], [0] * 3, [2], [1], True, source="a|b\nc")
+    text = markdown({"x|y": AcceptanceReport([prompt], 4, 9)}, {})
+    assert "| a\\|b c | 1 | 2.00 |" in text and "| x\\|y | 2.00 |" in text
+    assert all(line.startswith("|") for line in text.split("\n\n", 1)[1].splitlines() if line)
 
 
-@pytest.mark.parametrize(("gap", "tie"), [(1e-6, True), (1e-2, False)])
-def test_a_difference_at_a_tie_is_counted_apart(monkeypatch, gap, tie):
-    target, answer = target_and_answer("dense")
-    output = torch.tensor([answer[: len(PROMPT) + 10]])
-    output[0, len(PROMPT) + 3] = 7
-    logits = torch.zeros(1, 1, 272)
-    logits[..., 5], logits[..., 9] = 1.0, 1.0 - gap
-    monkeypatch.setattr(
-        acceptance, "speculative_generate", lambda *args, **kwargs: SpeculativeOutput(output, [4, 5], [3, 4])
-    )
-    plain = [PlainAnswer(answer[len(PROMPT) : len(PROMPT) + 10], 1.0)]
-    monkeypatch.setattr(target, "forward", lambda **kwargs: type("Output", (), {"logits": logits}))
-    report = measure_acceptance(
-        target, drafter_for(target), [PROMPT], progress=False, settings=DecodingSettings(10), plain=plain
-    )
-    assert (report.prompts[0].lossless, report.prompts[0].tie) == (False, tie)
-    assert (report.lossless, report.num_ties) == (tie, int(tie))
+def test_n12_a_plot_names_target_drafters_and_prompts_without_paths(tmp_path, monkeypatch):
+    figures, make = [], acceptance.new_figure
+    monkeypatch.setattr(acceptance, "new_figure", lambda *args: figures.append(make(*args)) or figures[-1])
+    reports = {name: report_of([2, 3], [1]) for name in ("/home/me/runs/a$x^$b", "z-lab/_own", "old/b/merged")}
+    plot_reports(reports, tmp_path / "plot.png", "/models/Qwen3-4B/")
+    ((figure, (slots, *_)),) = figures
+    title = figure.get_suptitle()
+    legend = [text.get_text() for text in slots.get_legend().get_texts()]
+    assert legend == [r"a\$x^\$b", " _own", "merged"]
+    assert "Qwen3-4B" in title and "_own" in title and "2 prompts" in title and "/" not in title
+    assert (tmp_path / "plot.png").stat().st_size > 5000
+    assert plot_label("_own") == " _own" and plot_label("a$b") == r"a\$b"
+    assert short_names(["one/merged", "two/merged"]) == ["one merged", "two merged"]
+    assert short_names(["http://h:1/v1", "http://h:2/v1"]) == ["h:1 v1", "h:2 v1"]
 
 
-@pytest.mark.parametrize("name", ["dense", "hybrid"])
-def test_e5_walk_and_decoding_agree_on_a_reports_answers(name, hugging_face_log):
-    target, _ = target_and_answer(name)
-    drafter = drafter_for(target)
-    report = measure_acceptance(target, drafter, [PROMPT, [3, 9]], 20, check_lossless=False, progress=False)
-    hugging_face_log.clear()
-    assert walked_acceptance_length(target, drafter, report, progress=False) == report.acceptance_length
-    assert not hugging_face_log.records
+# --- on a GPU, where the fast kernels of hybrid targets roll back too ---
 
 
-def test_e5_walk_and_decoding_agree_on_sampled_answers():
-    """A rejected draft is never drawn in its place, so the answer holds a draft where it was accepted."""
-    target, answer = target_and_answer("dense")
+# Logits that are nearer than this may change places with the order of summation, which differs between a verification
+# and a single token; recurrent kernels multiply fp32 in TF32. A wrong state moves logits by about 1.
+NEARLY_EQUAL = {torch.float32: 5e-3, torch.bfloat16: 0.1}
+
+
+def gpu_target(name):
+    # The recurrent kernels take heads of no less than this.
+    return TARGETS[name](**({"linear_key_head_dim": 32, "linear_value_head_dim": 32} if name == "hybrid" else {}))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_e1_answers_are_the_targets_own_up_to_ties(name, dtype):
+    target = gpu_target(name).to("cuda", dtype)
+    settings = DecodingSettings(40)
+    plain = plain_answers(target, [PROMPT, [7]], settings, progress=False)
+    oracle = oracle_for(target, PROMPT + plain[0].output_ids, lambda n: [n % 4 > 0, n % 3 > 0, True]).to("cuda", dtype)
+    for drafter in (oracle, drafter_for(target).to("cuda", dtype)):
+        report = measure_acceptance(target, drafter, [PROMPT, [7]], progress=False, settings=settings, plain=plain)
+        for prompt in report.prompts:
+            assert prompt.lossless or prompt.top2_gap <= NEARLY_EQUAL[dtype], (
+                prompt.first_difference,
+                prompt.top2_gap,
+            )
+    if dtype == torch.float32:
+        assert measure_acceptance(target, oracle, [PROMPT], 12, progress=False).acceptance_length > 1.5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TARGETS)
+def test_e5_walk_and_decoding_agree(name):
+    # Where flash-linear-attention is installed, a hybrid target runs on a GPU only.
+    target = gpu_target(name).cuda()
+    answer = target.generate(IDS.cuda(), max_new_tokens=40, do_sample=False)[0].tolist()
     documents = [{"input_ids": answer, "supervised_spans": [[len(PROMPT), len(answer)]]}]
-    settings = DecodingSettings(24, temperature=0.6)
-    drafter = trained_like(target, documents)
-    report = measure_acceptance(target, drafter, [PROMPT, PROMPT[:2], [3, 9]], progress=False, settings=settings)
-    assert report.acceptance_length > 1.1
-    assert walked_acceptance_length(target, drafter, report, progress=False) == report.acceptance_length
+    drafter = trained_like(target, documents, device="cuda")
+    report = measure_acceptance(target, drafter, [PROMPT], 40, check_lossless=False, progress=False)
+    assert report.acceptance_length > 1.3
+    walked = walked_acceptance_length(target, drafter, report, progress=False)
+    assert walked == pytest.approx(report.acceptance_length, rel=0.1)
 
 
-@pytest.mark.parametrize(("decoded", "warns"), [(0.975, False), (0.965, True), (1.029, False), (1.035, True)])
-def test_e5_a_gap_between_walk_and_decoding_is_a_warning(monkeypatch, caplog, decoded, warns):
-    """The walk commits one token per block; decoding is made to say otherwise."""
-    target, _ = target_and_answer("dense")
-    report = report_of([1] * 35)
-    monkeypatch.setattr(AcceptanceReport, "acceptance_length", decoded)
-    monkeypatch.setattr(acceptance, "walk_documents", lambda *args: [WalkedAnswer(0, [1] * 35, [0] * 35)])
-    logger = logging.getLogger("dflash_hf.acceptance")
-    logger.addHandler(caplog.handler)
-    walked_acceptance_length(target, drafter_for(target), report, progress=False)
-    logger.removeHandler(caplog.handler)
-    assert bool(caplog.records) == warns
-    if warns:
-        assert "the walk gives an acceptance length of 1.000" in caplog.text
+@pytest.mark.gpu
+def test_evaluation_walks_with_compiled_layers(tmp_path):
+    """The walk's blocks come in the shapes that the layers are compiled for."""
+    documents = [{"input_ids": list(range(60)), "supervised_spans": [[5, 60]]} for _ in range(6)]
+    target = dense_target()
+    drafter = drafter_for(target, block_size=16, layer_types=["full_attention"], window=None)
+    arguments = DFlashTrainingArguments(
+        output_dir=str(tmp_path), row_length=128, num_anchors=16, max_steps=2, report_to="none", save_strategy="no"
+    )
+    trainer = DFlashTrainer(drafter, target, arguments, train_dataset=documents, eval_dataset=documents)
+    trainer.train()
+    first, second = trainer.evaluate(), trainer.evaluate()
+    assert first["eval_acceptance_length"] == second["eval_acceptance_length"] >= 1

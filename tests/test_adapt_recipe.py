@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_overfit import BLOCK_SIZE, NEW_TOKENS, SEEDS, written_documents
+from test_trainer import BLOCK_SIZE, NEW_TOKENS, SEEDS, written_documents
 from tiny import MASK_TOKEN_ID, VOCAB_SIZE, byte_tokenizer, dense_target
 from transformers import AutoModelForCausalLM, QuantoConfig
 
@@ -18,6 +18,7 @@ from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlash
 from dflash_hf.acceptance import measure_acceptance
 from dflash_hf.adapters import load_adapter, lora_config
 from dflash_hf.adapting import plain_drafter
+from dflash_hf.command_tokenize import main as tokenize_command
 from dflash_hf.model_card import write_facts
 from dflash_hf.validation import main as dflash_hf_command
 
@@ -36,7 +37,6 @@ def readme_commands() -> list[list[str]]:
 
 # What a tiny run on a CPU needs beside the words of README.
 EXTRA = {
-    "tokenize_completions.py": "--num_proc 1",
     "adapt_drafter.py": "--row_length 256 --num_anchors 8 --max_steps 3 --use_cpu true",
     "evaluate_acceptance.py": "--max_new_tokens 8 --device cpu --dtype float32",
 }
@@ -67,6 +67,9 @@ def workplace(tmp_path, monkeypatch):
 def test_readme_from_a_request_log_to_a_new_drafter(workplace, monkeypatch, capsys):
     scripts = []
     for words in readme_commands():
+        if words[:2] == ["dflash-hf", "tokenize"]:
+            assert tokenize_command([*words[2:], "--num_proc", "1"]) == 0
+            continue
         if words[0] == "dflash-hf":
             assert dflash_hf_command(words[1:]) == 0
             continue
@@ -77,7 +80,7 @@ def test_readme_from_a_request_log_to_a_new_drafter(workplace, monkeypatch, caps
             runpy.run_path(str(ROOT / words[1]), run_name="__main__")
         except SystemExit as end:
             assert not end.code, (script, end.code)
-    assert scripts == ["tokenize_completions.py", "adapt_drafter.py", "evaluate_acceptance.py", "publish.py"]
+    assert scripts == ["adapt_drafter.py", "evaluate_acceptance.py", "publish.py"]
     measured = json.loads(Path("adapted/adaptation.json").read_text())
     assert measured["before"]["eval_loss"] != measured["after"]["eval_loss"]
     assert Path("adapted/adapter_model.safetensors").exists() and validate_checkpoint("adapted/merged").ok

@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints are complete or absent, and resuming takes complete ones of the same run only."""
+"""Checkpoints are complete or absent, whatever the disk does, and only those beyond the limit are deleted."""
 
 import errno
+import gc
 import json
+import os
 import shutil
+import threading
 import zlib
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import torch
 from runs import finish, make_documents, make_trainer, start
-from tiny import CHATML_TEMPLATE, byte_tokenizer, dense_target
+from tiny import dense_target, refused
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
-import dflash_hf.checkpointing
 import dflash_hf.resuming
 from dflash_hf import DFlashTrainer, checkpointing
-from dflash_hf import checkpointing as checkpoint_manifest
 from dflash_hf.checkpointing import (
     MANIFEST_NAME,
     DiskSpaceError,
@@ -27,8 +28,13 @@ from dflash_hf.checkpointing import (
     last_complete_checkpoint,
     make_manifest,
     manifest_problems,
+    rotate,
 )
 from dflash_hf.resuming import RECORD_NAME
+
+
+HOUR = 3600
+Usage = namedtuple("Usage", "total used free")
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +46,7 @@ def target():
 def trained(target, tmp_path_factory):
     """Folder of a run of 4 steps with a checkpoint after each second one."""
     folder = tmp_path_factory.mktemp("trained")
-    arguments = {"max_steps": 4, "save_steps": 2, "processing_class": byte_tokenizer(), "hub_token": "hf_planted"}
-    make_trainer(folder, target, **arguments).train()
+    make_trainer(folder, target, max_steps=4, save_steps=2, hub_token="hf_planted").train()
     return folder
 
 
@@ -51,18 +56,18 @@ def run(trained, tmp_path):
     return shutil.copytree(trained, tmp_path / "run")
 
 
-def resume(folder, target, resume=True, **arguments):
-    arguments = {"max_steps": 4, "save_steps": 2, "processing_class": byte_tokenizer(), **arguments}
-    trainer = make_trainer(folder, target, **arguments)
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*-*"))
 
 
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
 
 
-# Completeness
+def turn_a_bit(path: Path, index: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[index] ^= 4
+    path.write_bytes(data)
 
 
 def test_a_checkpoint_lists_every_file_but_the_pickled_arguments(trained):
@@ -70,140 +75,248 @@ def test_a_checkpoint_lists_every_file_but_the_pickled_arguments(trained):
     listed = json.loads((folder / MANIFEST_NAME).read_text())["files"]
     there = {path.name for path in folder.iterdir()} - {MANIFEST_NAME, "training_args.bin"}
     assert set(listed) == there and {"model.safetensors", "optimizer.pt", RECORD_NAME, "trainer_state.json"} <= there
-    assert manifest_problems(folder) == []
-    assert [path.name for path in sorted(trained.glob("*-*"))] == ["checkpoint-2", "checkpoint-4"]
+    assert manifest_problems(folder) == [] and names(trained) == ["checkpoint-2", "checkpoint-4"]
+    assert not any(b"hf_planted" in path.read_bytes() for path in trained.rglob("*") if path.is_file())
 
 
 FAULTS = {
-    "truncated": (lambda folder: cut(folder / "optimizer.pt"), r"optimizer.pt has \d+ bytes instead of \d+"),
-    "missing": (lambda folder: (folder / "rng_state.pth").unlink(), "rng_state.pth is missing"),
-    "no_manifest": (lambda folder: (folder / MANIFEST_NAME).unlink(), f"no {MANIFEST_NAME}"),
-    "half_a_manifest": (lambda folder: cut(folder / MANIFEST_NAME), f"{MANIFEST_NAME} cannot be read"),
+    "truncated": (lambda folder: cut(folder / "optimizer.pt"), "optimizer.pt"),
+    "missing": (lambda folder: (folder / "rng_state.pth").unlink(), "rng_state.pth"),
+    "a bit": (lambda folder: turn_a_bit(folder / "optimizer.pt", 5000), "optimizer.pt"),
+    "half a manifest": (lambda folder: cut(folder / MANIFEST_NAME), MANIFEST_NAME),
+    "no object": (lambda folder: (folder / MANIFEST_NAME).write_bytes(b"\xff[]"), MANIFEST_NAME),
+    "no files": (lambda folder: (folder / MANIFEST_NAME).write_text('{"files": {"a": {}}}'), MANIFEST_NAME),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_incomplete_checkpoint_is_skipped_with_a_warning(run, target, caplog, fault):
-    spoil, _ = FAULTS[fault]
+    """Of one that is named, an error says what is wrong with it."""
+    spoil, name = FAULTS[fault]
     spoil(run / "checkpoint-4")
     assert last_complete_checkpoint(run) == run / "checkpoint-2"
-    assert len(caplog.messages) == 1 and "checkpoint-4 is incomplete and skipped" in caplog.messages[0]
-    caplog.clear()
-    trainer = resume(run, target)
-    assert any("checkpoint-4 is incomplete and skipped" in m for m in caplog.messages)
+    assert any("checkpoint-4" in message and name in message for message in caplog.messages)
+    trainer = make_trainer(run, target, max_steps=4, save_steps=2)
+    with refused(ValueError, "checkpoint-4", name):
+        trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))
+    trainer.train(resume_from_checkpoint=True)
     assert trainer._initial_global_step == 2 and manifest_problems(run / "checkpoint-4") == []
 
 
-@pytest.mark.parametrize("fault", ["truncated", "missing", "half_a_manifest"])
-def test_an_incomplete_checkpoint_given_by_name_is_an_error(run, target, fault):
-    spoil, message = FAULTS[fault]
-    spoil(run / "checkpoint-4")
-    with pytest.raises(ValueError, match=rf"checkpoint-4 is incomplete: .*{message}"):
-        resume(run, target, resume=str(run / "checkpoint-4"))
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "trainer_state.json"])
+def test_a_bit_that_turned_is_found_before_anything_is_trained_on(run, name):
+    folder = run / "checkpoint-4"
+    turn_a_bit(folder / name, (folder / name).stat().st_size // 2)
+    assert [problem.split()[0] for problem in manifest_problems(folder)] == [name]
+    assert last_complete_checkpoint(run) == run / "checkpoint-2"
 
 
-def test_no_complete_checkpoint_is_an_error(run, target, tmp_path):
-    for step in (2, 4):
-        cut(run / f"checkpoint-{step}" / "model.safetensors")
-    with pytest.raises(ValueError, match="holds no complete checkpoint"):
-        resume(run, target)
-    with pytest.raises(ValueError, match="is no folder"):
-        resume(run, target, resume=str(tmp_path / "nowhere"))
+def test_a_checkpoint_without_a_manifest_and_a_folder_without_one_are_no_checkpoints(run, target, tmp_path):
+    (run / "checkpoint-4" / MANIFEST_NAME).unlink()
+    assert last_complete_checkpoint(run) == run / "checkpoint-2"
+    cut(run / "checkpoint-2" / "model.safetensors")
+    for resume, said in ((True, run), (str(tmp_path / "nowhere"), "nowhere")):
+        with refused(ValueError, "resume_from_checkpoint", said):
+            make_trainer(run, target).train(resume_from_checkpoint=resume)
 
 
 def test_what_a_kill_left_aside_is_taken_or_removed(run):
     """A kill between the manifest and the rename leaves a whole checkpoint, any other one a part."""
     (run / "checkpoint-4").rename(run / "_incomplete-checkpoint-4")
-    part = run / "_incomplete-checkpoint-6"
-    shutil.copytree(run / "checkpoint-2", part)
+    part = shutil.copytree(run / "checkpoint-2", run / "_incomplete-checkpoint-6")
     (part / MANIFEST_NAME).unlink()
     assert get_last_checkpoint(run) == str(run / "checkpoint-2")
     clean_up(run)
-    assert sorted(path.name for path in run.glob("*-*")) == ["checkpoint-2", "checkpoint-4"]
+    assert names(run) == ["checkpoint-2", "checkpoint-4"]
 
 
-def test_a_checkpoint_written_again_takes_the_old_ones_place(run, target):
-    old = (run / "checkpoint-4" / "model.safetensors").stat().st_ino
-    resume(run, target, resume=str(run / "checkpoint-2"))
-    assert (run / "checkpoint-4" / "model.safetensors").stat().st_ino != old
-    assert sorted(path.name for path in run.glob("*-*")) == ["checkpoint-2", "checkpoint-4"]
-
-
-def test_hashes_find_a_changed_byte(run):
-    folder = run / "checkpoint-4"
-    (folder / MANIFEST_NAME).write_text(json.dumps(make_manifest(folder, with_hashes=True)))
-    assert manifest_problems(folder) == []
-    data = bytearray((folder / "model.safetensors").read_bytes())
-    data[-1] ^= 1
-    (folder / "model.safetensors").write_bytes(data)
-    assert manifest_problems(folder) == ["model.safetensors has another hash"]
+@pytest.mark.parametrize("is_broken", [True, False])
+def test_what_was_replaced_comes_back_where_the_new_one_is_broken(run, is_broken):
+    """A machine that went down may have lost what took the place of an older one."""
+    shutil.copytree(run / "checkpoint-4", run / "_incomplete-replaced-checkpoint-4")
+    inode = (run / "_incomplete-replaced-checkpoint-4" / "model.safetensors").stat().st_ino
+    if is_broken:
+        cut(run / "checkpoint-4" / "model.safetensors")
+    clean_up(run)
+    assert names(run) == ["checkpoint-2", "checkpoint-4"] and not manifest_problems(run / "checkpoint-4")
+    assert ((run / "checkpoint-4" / "model.safetensors").stat().st_ino == inode) == is_broken
 
 
 def test_checksums_of_parts_find_a_changed_byte(run, monkeypatch):
-    """Of a file of many parts, and by the manifest of an earlier version, whose checksum is that of the whole file."""
-    monkeypatch.setattr(checkpoint_manifest, "PART_BYTES", 1000)
-    folder = run / "checkpoint-4"
-    manifest = make_manifest(folder)
+    """Of a file of many parts, by its hash, and by the manifest of an earlier version: one checksum a file."""
+    monkeypatch.setattr(checkpointing, "PART_BYTES", 1000)
+    folder, weights = run / "checkpoint-4", run / "checkpoint-4" / "model.safetensors"
+    manifest, data = make_manifest(folder), weights.read_bytes()
     checksums = manifest["files"]["model.safetensors"]["crc32"]
-    data = bytearray((folder / "model.safetensors").read_bytes())
     assert checksums == [f"{zlib.crc32(data[i : i + 1000]):08x}" for i in range(0, len(data), 1000)]
     whole = json.loads(json.dumps(manifest))
     for name, entry in whole["files"].items():
         entry["crc32"] = f"{zlib.crc32((folder / name).read_bytes()):08x}"
-    data[1500] ^= 1
-    for written in (manifest, whole):
+    for written in (manifest, whole, make_manifest(folder, with_hashes=True)):
         (folder / MANIFEST_NAME).write_text(json.dumps(written))
         assert manifest_problems(folder) == []
-        original = (folder / "model.safetensors").read_bytes()
-        (folder / "model.safetensors").write_bytes(data)
-        assert manifest_problems(folder) == ["model.safetensors has another checksum"]
-        (folder / "model.safetensors").write_bytes(original)
+        turn_a_bit(weights, 1500)
+        assert len(manifest_problems(folder)) == 1
+        weights.write_bytes(data)
 
 
-def test_states_that_cannot_be_written_leave_no_checkpoint(target, tmp_path, monkeypatch):
-    """They are written beside the weights, in a thread whose error is the run's."""
+# Disks
 
-    def fails(trainer, folder):
-        raise OSError("no space for the optimizer")
 
-    monkeypatch.setattr(DFlashTrainer, "_save_optimizer_and_scheduler", fails)
-    with pytest.raises(OSError, match=r"step 1 could not be written \(no space for the optimizer\)"):
+def test_a_disk_that_cannot_keep_a_file_is_an_error(target, tmp_path, monkeypatch):
+    def fsync(descriptor):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with refused(OSError, "step 1", "Input/output error"):
         make_trainer(tmp_path, target, max_steps=1, save_steps=1).train()
     assert not list(tmp_path.glob("*checkpoint-*"))
 
 
-def test_a_checkpoint_written_again_on_a_failing_disk_leaves_the_old_one(run, target, monkeypatch):
-    old = (run / "checkpoint-4" / "model.safetensors").stat().st_ino
-
-    def fsync(descriptor):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(checkpointing.os, "fsync", fsync)
-    with pytest.raises(OSError, match="could not be written"):
-        resume(run, target, resume=str(run / "checkpoint-2"))
-    assert (run / "checkpoint-4" / "model.safetensors").stat().st_ino == old
-    assert sorted(path.name for path in run.glob("*-*")) == ["checkpoint-2", "checkpoint-4"]
+def test_a_disk_without_room_for_a_checkpoint_is_an_error_at_the_start(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(10, 10, 2**20))
+    trainer = make_trainer(tmp_path, target, max_steps=2)
+    with refused(DiskSpaceError, "0.02 GiB", "0.00 GiB", tmp_path):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    make_trainer(tmp_path, target, max_steps=1, save_strategy="no").train()
 
 
-def test_old_checkpoints_are_rotated_and_the_best_is_kept(target, tmp_path):
-    trainer = make_trainer(
-        tmp_path,
-        target,
-        max_steps=6,
-        save_steps=1,
-        save_total_limit=2,
-        eval_dataset=make_documents(2),
-        eval_strategy="steps",
-        eval_steps=1,
-        metric_for_best_model="acceptance_length",
-        load_best_model_at_end=True,
-        learning_rate=1e-9,
-    )
+def test_a_disk_that_fills_up_stops_the_run_before_the_next_checkpoint_is_written(target, tmp_path, monkeypatch):
+    class Fill(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(10, 10, 100))
+
+    with refused(DiskSpaceError, "save_total_limit"):
+        make_trainer(tmp_path, target, max_steps=6, save_steps=2, callbacks=[Fill()]).train()
+    assert names(tmp_path) == ["checkpoint-2"]
+
+
+def test_a_disk_that_is_full_while_a_checkpoint_is_written_leaves_the_older_ones(target, tmp_path, monkeypatch):
+    """States are written beside the weights, in a thread whose error is the run's."""
+    original = DFlashTrainer._save_optimizer_and_scheduler
+
+    def full(trainer, folder):
+        original(trainer, folder)
+        if "checkpoint-4" in folder:
+            cut(Path(folder, "optimizer.pt"))
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(DFlashTrainer, "_save_optimizer_and_scheduler", full)
+    with refused(OSError, "step 4", "No space left on device"):
+        make_trainer(tmp_path, target, max_steps=6, save_steps=2).train()
+    assert names(tmp_path) == ["checkpoint-2"] and not manifest_problems(tmp_path / "checkpoint-2")
+
+
+def failing_runs(folder: str) -> None:
+    """Target of a process: what a rank gets to hear when the first rank fails at something of its own."""
+    heard = []
+    trainer = make_trainer(Path(folder) / "run", max_steps=2, save_steps=1)
+
+    def broken(*args):
+        raise RuntimeError("broken on the first rank")
+
+    for resume, name in (("memory://nowhere/run", "fetch_checkpoint"), (None, "publish"), (None, "make_manifest")):
+        module = dflash_hf.resuming if name == "fetch_checkpoint" else checkpointing
+        original = getattr(module, name)
+        if trainer.args.process_index == 0:
+            setattr(module, name, broken)
+        try:
+            trainer.train(resume_from_checkpoint=resume)
+        except Exception as error:
+            heard.append(f"{type(error).__name__}: {error}")
+        setattr(module, name, original)
     trainer.train()
-    assert sorted(path.name for path in tmp_path.glob("*-*")) == ["checkpoint-1", "checkpoint-6"]
-    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+    Path(folder, f"heard-{trainer.args.process_index}.json").write_text(json.dumps(heard))
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.state.destroy_process_group()
+
+
+def test_d1_what_fails_on_one_rank_stops_all_and_none_waits(tmp_path):
+    processes = start(failing_runs, str(tmp_path), world=2, log=tmp_path / "log")
+    assert finish(processes, timeout=60) == [0, 0], (tmp_path / "log").read_text()[-2000:]
+    for rank, cause in ((0, "broken on the first rank"), (1, "another rank")):
+        fetched, *written = json.loads((tmp_path / f"heard-{rank}.json").read_text())
+        assert fetched == "RuntimeError: broken on the first rank"
+        assert len(written) == 2 and all("step 1" in text and cause in text for text in written)
+    assert names(tmp_path / "run") == ["checkpoint-1", "checkpoint-2"]
+
+
+# Which are kept
+
+
+def folders_left(tmp_path, steps_and_times, now, limit, best=None, is_over=False):
+    for step, changed in steps_and_times:
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        os.utime(tmp_path / f"checkpoint-{step}", (changed, changed))
+    state = SimpleNamespace(global_step=now, best_model_checkpoint=best and str(tmp_path / f"checkpoint-{best}"))
+    args = SimpleNamespace(should_save=True, save_total_limit=limit)
+    rotate(SimpleNamespace(args=args, state=state), tmp_path, is_over)
+    return sorted(int(path.name.split("-")[1]) for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("steps_and_times", "now", "limit", "best", "left"),
+    [
+        ([(10, 0), (20, HOUR), (30, 2 * HOUR)], 30, 2, None, [20, 30]),
+        # The clock was set back before the newest was written.
+        ([(10, 5 * HOUR), (20, 6 * HOUR), (30, HOUR)], 30, 2, None, [20, 30]),
+        ([(10, 5 * HOUR), (20, 6 * HOUR), (30, HOUR)], 30, 2, 10, [10, 30]),
+        # Copied to another disk in any order.
+        ([(10, HOUR), (20, HOUR), (9, HOUR)], 20, 2, None, [10, 20]),
+        ([(10, 0), (20, 0)], 20, None, None, [10, 20]),
+        ([(10, 0), (20, 0)], 20, 1, 10, [10, 20]),
+    ],
+)
+def test_old_checkpoints_are_those_of_earlier_steps(tmp_path, steps_and_times, now, limit, best, left):
+    assert folders_left(tmp_path, steps_and_times, now, limit, best) == left
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_told_of(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(checkpointing.logger, "warning", told.append)
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "run").mkdir()
+    # As of one that was moved to another disk.
+    (tmp_path / "run" / "checkpoint-10").symlink_to(tmp_path / "moved")
+    assert folders_left(tmp_path / "run", [(20, 0), (30, HOUR)], 30, 1) == [10, 30]
+    assert len(told) == 1 and "checkpoint-10" in told[0]
+
+
+@pytest.mark.parametrize(("limit", "left"), [(2, ["checkpoint-1", "checkpoint-6"]), (1, ["checkpoint-1"])])
+def test_old_checkpoints_are_rotated_and_the_best_is_kept(target, tmp_path, limit, left):
+    """What merely looks like a checkpoint stays, also where the last one goes at the end: a limit of 1."""
+    (tmp_path / "checkpoint-10-keep").mkdir()
+    evaluates = {"eval_dataset": make_documents(2), "eval_strategy": "steps", "eval_steps": 1}
+    best = {"metric_for_best_model": "acceptance_length", "load_best_model_at_end": True, "learning_rate": 1e-9}
+    arguments = {"max_steps": 6, "save_steps": 1, "save_total_limit": limit, **evaluates, **best}
+    trainer = make_trainer(tmp_path, target, **arguments)
+    trainer.train()
+    assert names(tmp_path) == sorted([*left, "checkpoint-10-keep"])
+    assert trainer.args.save_total_limit == limit
     state = json.loads((tmp_path / "checkpoint-1" / "trainer_state.json").read_text())
-    assert state["best_model_checkpoint"] == str(tmp_path / "checkpoint-1")
+    assert state["best_model_checkpoint"] == trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+
+
+def test_n5_a_folder_holds_one_run_and_the_checkpoints_of_others_are_moved_aside(run, target, tmp_path, caplog):
+    """So the newest one is this run's, whatever the other's steps were."""
+    arguments = {"max_steps": 3, "save_steps": 1, "save_total_limit": 2, "learning_rate": 1e-4}
+    (run / "checkpoint-10-keep").mkdir()
+    make_trainer(run, target, **arguments).train()
+    assert names(run) == ["checkpoint-10-keep", "checkpoint-2", "checkpoint-3"]
+    assert names(run / "_earlier_1") == ["checkpoint-2", "checkpoint-4"]
+    assert any(str(run / "_earlier_1" / "checkpoint-4") in message for message in caplog.messages)
+    resumed = make_trainer(run, target, **{**arguments, "max_steps": 4})
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed._initial_global_step == 3
+    # From an earlier step: what was written beyond it is kept too.
+    caplog.clear()
+    make_trainer(run, target, **arguments).train(resume_from_checkpoint=str(run / "checkpoint-3"))
+    assert names(run / "_earlier_2") == ["checkpoint-4"] and last_complete_checkpoint(run) == run / "checkpoint-3"
+    other = make_trainer(tmp_path / "other", target, max_steps=5)
+    other.train(resume_from_checkpoint=str(run / "_earlier_1"))
+    assert other._initial_global_step == 4
 
 
 class Counter(TrainerCallback, ExportableState):
@@ -225,153 +338,51 @@ def test_the_state_of_callbacks_is_in_the_checkpoint(target, tmp_path):
         assert "TrainerControl" in state["stateful_callbacks"]
 
 
-# Disks
+# A long run
 
 
-Usage = namedtuple("Usage", "total used free")
+STEPS, FIRST = 2000, 200
 
 
-def test_a_disk_without_room_for_a_checkpoint_is_an_error_at_the_start(target, tmp_path, monkeypatch):
-    monkeypatch.setattr(dflash_hf.checkpointing.shutil, "disk_usage", lambda folder: Usage(10, 10, 2**20))
-    trainer = make_trainer(tmp_path, target, max_steps=2)
-    with pytest.raises(DiskSpaceError, match=r"needs 0.02 GiB and the disk of .* has 0.00 GiB"):
-        trainer.train()
-    assert trainer.state.global_step == 0
-    make_trainer(tmp_path, target, max_steps=1, save_strategy="no").train()
+class Measure(TrainerCallback):
+    """Writes down what there is at some steps."""
+
+    def __init__(self, path: Path):
+        self.path, self.figures = path, {}
+
+    def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        if state.global_step % FIRST or not state.global_step:
+            return
+        gc.collect()
+        modules, inner = list(model.modules()), optimizer.optimizer
+        hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in modules)
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        self.figures[state.global_step] = {
+            "memory": pages * os.sysconf("SC_PAGE_SIZE"),
+            "threads": threading.active_count(),
+            "hooks": hooks + len(inner._optimizer_step_pre_hooks) + len(inner._optimizer_step_post_hooks),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "files": sum(len(files) for _, _, files in os.walk(args.output_dir)),
+        }
+        self.path.write_text(json.dumps(self.figures))
 
 
-def test_a_disk_that_fills_up_stops_the_run_before_the_next_checkpoint_is_written(target, tmp_path, monkeypatch):
-    class Fill(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 3:
-                monkeypatch.setattr(dflash_hf.checkpointing.shutil, "disk_usage", lambda folder: Usage(10, 10, 100))
-
-    with pytest.raises(DiskSpaceError, match="checkpoints that are there are kept"):
-        make_trainer(tmp_path, target, max_steps=6, save_steps=2, callbacks=[Fill()]).train()
-    assert [path.name for path in tmp_path.glob("*-*")] == ["checkpoint-2"]
+def soak(folder: str) -> None:
+    """Target of a process."""
+    path = Path(folder)
+    evaluates = {"eval_dataset": make_documents(2), "eval_strategy": "steps", "eval_steps": 50}
+    saves = {"save_steps": 50, "save_total_limit": 2, "remote_checkpoint_dir": "file://" + str(path / "mirror")}
+    arguments = {"max_steps": STEPS + 1, "logging_steps": 10, "context_noise": 0.05, **evaluates, **saves}
+    make_trainer(path / "run", callbacks=[Measure(path / "figures.json")], **arguments).train()
 
 
-def test_a_disk_that_is_full_while_a_checkpoint_is_written_leaves_the_older_ones(target, tmp_path, monkeypatch):
-    original = torch.save
-
-    def full(value, path, *args, **kwargs):
-        if "checkpoint-4" in str(path) and "optimizer" in str(path):
-            Path(path).write_bytes(b"half")
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return original(value, path, *args, **kwargs)
-
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError, match=r"step 4 could not be written .*No space left on device"):
-        make_trainer(tmp_path, target, max_steps=6, save_steps=2).train()
-    assert [path.name for path in tmp_path.glob("*-*")] == ["checkpoint-2"]
-    assert last_complete_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
-
-
-def failing_runs(folder: str) -> None:
-    """Target of a process: what a rank gets to hear when the first rank fails at something of its own."""
-    heard = []
-    trainer = make_trainer(Path(folder) / "run", max_steps=2, save_steps=1)
-
-    def broken(*args):
-        raise RuntimeError("broken on the first rank")
-
-    for resume, name in (("memory://nowhere/run", "fetch_checkpoint"), (None, "publish"), (None, "make_manifest")):
-        module = dflash_hf.resuming if name == "fetch_checkpoint" else dflash_hf.checkpointing
-        original = getattr(module, name)
-        if trainer.args.process_index == 0:
-            setattr(module, name, broken)
-        try:
-            trainer.train(resume_from_checkpoint=resume)
-        except Exception as error:
-            heard.append(f"{type(error).__name__}: {error}")
-        setattr(module, name, original)
-    trainer.train()
-    Path(folder, f"heard-{trainer.args.process_index}.json").write_text(json.dumps(heard))
-    trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.state.destroy_process_group()
-
-
-def test_d1_what_fails_on_one_rank_stops_all_and_none_waits(tmp_path):
-    processes = start(failing_runs, str(tmp_path), world=2, log=tmp_path / "log")
-    assert finish(processes, timeout=60) == [0, 0], (tmp_path / "log").read_text()[-2000:]
-    fetched, *written = json.loads((tmp_path / "heard-0.json").read_text())
-    assert fetched == "RuntimeError: broken on the first rank"
-    assert all("step 1 could not be written (broken on the first rank)" in text for text in written)
-    fetched, *written = json.loads((tmp_path / "heard-1.json").read_text())
-    assert fetched == "RuntimeError: broken on the first rank"
-    assert len(written) == 2 and all("step 1 could not be written by another rank" in text for text in written)
-    assert sorted(path.name for path in (tmp_path / "run").glob("*-*")) == ["checkpoint-1", "checkpoint-2"]
-
-
-# What a checkpoint records
-
-
-def test_a_checkpoint_says_what_run_it_is_of(trained, target):
-    record = json.loads((trained / "checkpoint-4" / RECORD_NAME).read_text())
-    assert record["drafter"]["block_size"] == 4
-    assert record["rows"] == {
-        "rows_per_step": 1, "seed": 42, "data_seed": None, "row_length": 32, "dataloader_drop_last": False
-    }  # fmt: skip
-    assert record["data"]["documents"] == 16 and len(record["data"]["digest"]) == 64
-    assert record["arguments"]["learning_rate"] == 1e-3 and record["ranks"] == 1
-    assert record["versions"]["torch"] == torch.__version__
-    assert record["target"]["id"] is not None and len(record["tokenizer"]) == 64
-    assert record["git_commit"] is None or len(record["git_commit"].split("+")[0]) == 40
-
-
-def test_no_token_is_in_a_checkpoint(trained):
-    for path in trained.rglob("*"):
-        if path.is_file():
-            assert b"hf_planted" not in path.read_bytes(), path
-
-
-CHANGES = {
-    "target": ({}, r"target: .*other weights or another dtype"),
-    "target_dtype": ({}, r"target: .*other weights or another dtype"),
-    "tokenizer": ({"processing_class": byte_tokenizer(CHATML_TEMPLATE + " ")}, "tokenizer: another vocabulary"),
-    "data": ({"documents": make_documents(17)}, "data: 16 documents in 16 rows there and 17 in 17"),
-    "rows": ({"gradient_accumulation_steps": 2}, "rows: rows_per_step 1 there and 2 here"),
-    "seed": ({"seed": 7}, "rows: seed 42 there and 7 here"),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_checkpoint_of_another_run_is_refused_unless_said_otherwise(run, target, caplog, change):
-    arguments, message = CHANGES[change]
-    other = {"target": lambda: dense_target(seed=1), "target_dtype": lambda: dense_target().double()}
-    used = other.get(change, lambda: target)()
-    with pytest.raises(ValueError, match=rf"is of another run(.|\n)*{message}(.|\n)*allow_resume_changes"):
-        resume(run, used, **arguments)
-    kind = {"seed": "rows", "target_dtype": "target"}.get(change, change)
-    if change == "target_dtype":
-        return
-    resume(run, used, resume=str(run / "checkpoint-2"), allow_resume_changes=[kind], **arguments)
-    assert any("with changes" in m and f"{kind}: " in m for m in caplog.messages)
-
-
-def test_a_token_that_changed_in_the_data_is_noticed(run, target):
-    documents = make_documents(16)
-    documents[11]["input_ids"][5] ^= 1
-    with pytest.raises(ValueError, match="or other tokens in them"):
-        resume(run, target, documents=documents)
-
-
-def test_a_changed_learning_rate_is_told_of(run, target, caplog):
-    resume(run, target, learning_rate=2e-3, resume=str(run / "checkpoint-2"))
-    assert any("learning_rate 0.001 there and 0.002 here" in m for m in caplog.messages)
-
-
-def test_the_same_run_resumes_without_a_warning(run, target, caplog, recwarn):
-    """Also where a tokenizer was used in between with padding, which it keeps."""
-    tokenizer = byte_tokenizer()
-    tokenizer(["a", "bcd"], padding=True, truncation=True, max_length=2)
-    resume(run, target, resume=str(run / "checkpoint-2"), processing_class=tokenizer)
-    assert not [m for m in caplog.messages if "esum" in m]
-    assert not [w for w in recwarn if issubclass(w.category, FutureWarning)]
-
-
-def test_unknown_changes_are_refused(target, tmp_path):
-    with pytest.raises(ValueError, match=r"allow_resume_changes names \['drafter'\]"):
-        make_trainer(tmp_path, target, allow_resume_changes=["drafter"])
-    with pytest.raises(ValueError, match="enable_jit_checkpoint"):
-        make_trainer(tmp_path, target, enable_jit_checkpoint=True)
+@pytest.mark.slow
+def test_nothing_grows_in_2000_steps(tmp_path):
+    processes = start(soak, str(tmp_path), log=tmp_path / "log")
+    assert finish(processes, timeout=3000) == [0], (tmp_path / "log").read_text()[-2000:]
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    first, last = figures[str(FIRST)], figures[str(STEPS)]
+    assert last["memory"] < 1.03 * first["memory"], figures
+    assert last["threads"] <= first["threads"] and last["hooks"] <= first["hooks"], figures
+    # A checkpoint may be on its way at either moment.
+    assert last["descriptors"] <= first["descriptors"] + 2 and last["files"] <= first["files"] + 20, figures

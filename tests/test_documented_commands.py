@@ -7,11 +7,11 @@ import re
 import runpy
 import shlex
 import sys
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
+from dflash_hf import commands
 from dflash_hf.cli import ConfigArgumentParser
 
 
@@ -71,10 +71,12 @@ def start(words: list[str], patch: pytest.MonkeyPatch) -> None:
     if words[:2] == ["accelerate", "launch"]:
         words = ["python", *words[next(i for i, word in enumerate(words) if word.endswith(".py")) :]]
     if words[0] == "dflash-hf":
-        patch.setattr(sys, "argv", words)
-        (program,) = entry_points(group="console_scripts", name="dflash-hf")
-        program.load()()
-        return
+        if "--accelerate_config" in words:
+            # Accelerate's launcher would take this process's place.
+            at = words.index("--accelerate_config")
+            assert (commands.CONFIGS / f"{words[at + 1]}.yaml").is_file()
+            words = words[:at] + words[at + 2 :]
+        raise SystemExit(commands.main(words[1:]))
     patch.setattr(sys, "argv", words[1:])
     patch.syspath_prepend(str((ROOT / words[1]).parent))
     runpy.run_path(words[1], run_name="__main__")

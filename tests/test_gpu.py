@@ -1,27 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only a CUDA device can show: flex attention trains as sdpa does, and the training step runs there."""
+"""What only a CUDA device can show: the loss and the training step run there as on a CPU."""
 
 import pytest
 import tiny
 import torch
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
-from dflash_hf import masking as flex_tiles
 from dflash_hf.losses import frozen_head_loss, make_objective
-from dflash_hf.masking import block_position_ids, training_masks
-from dflash_hf.trainer import compile_layers
 
 
 pytestmark = pytest.mark.gpu
-
-LAYERS = {
-    "mixed": {
-        "layer_types": ["sliding_attention", "full_attention"],
-        "sliding_window": 24,
-        "use_sliding_window": True,
-    },
-    "causal": {"is_causal": True},
-}
 
 
 def make_drafter(implementation: str, target: str = "dense_target", **overrides) -> DFlashDraftModel:
@@ -42,26 +30,6 @@ def documents(count: int = 8) -> list[dict]:
         {"input_ids": torch.randint(0, 256, (n,), generator=generator).tolist(), "supervised_spans": [[5, n]]}
         for n in lengths
     ]
-
-
-@pytest.mark.parametrize("layers", ["mixed", "causal"])
-def test_flex_attention_and_sdpa_equal_eager_attention_in_values_and_gradients(layers):
-    torch.manual_seed(1)
-    document_ids = torch.tensor([[0] * 150 + [1] * 90 + [-1] * 16]).cuda()
-    positions = torch.cat([torch.arange(150), torch.arange(90), torch.zeros(16, dtype=torch.long)])[None].cuda()
-    anchors = torch.tensor([[0, 3, 17, 140, 150, 151, 200, -1]]).cuda()
-    context = torch.randn(1, 256, 2 * tiny.HIDDEN_SIZE).cuda()
-    noise = torch.randn(1, 8 * 16, tiny.HIDDEN_SIZE).cuda()
-    results = []
-    for implementation in ("eager", "sdpa", "flex_attention"):
-        drafter = make_drafter(implementation, **LAYERS[layers])
-        masks = training_masks(drafter.config, anchors, document_ids)
-        output = drafter(noise, context, masks, block_position_ids(positions, anchors, 16)).last_hidden_state
-        output.pow(3).sum().backward()
-        results.append([output.detach(), *(p.grad for p in drafter.parameters())])
-    for expected, *others in zip(*results, strict=True):
-        for found in others:
-            torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3 * expected.abs().max().item())
 
 
 @pytest.mark.parametrize("objective", ["cross_entropy", "dpace"])
@@ -136,29 +104,3 @@ def test_p2_training_steps_neither_recompile_nor_wait_for_the_device(tmp_path):
     trainer.training_step = watched
     trainer.train()
     assert len(steps) == 50 and graphs[-1] == graphs[5]
-
-
-@pytest.mark.parametrize("mixed_precision", [False, True])
-@pytest.mark.parametrize("layers", ["mixed"])
-def test_tiles_for_small_shared_memory_change_nothing_but_the_rounding(layers, mixed_precision, monkeypatch):
-    torch.manual_seed(1)
-    document_ids = torch.tensor([[0] * 150 + [1] * 90 + [-1] * 16]).cuda()
-    positions = torch.cat([torch.arange(150), torch.arange(90), torch.zeros(16, dtype=torch.long)])[None].cuda()
-    anchors = torch.tensor([[0, 3, 17, 140, 150, 151, 200, -1]]).cuda()
-    context = torch.randn(1, 256, 2 * tiny.HIDDEN_SIZE).cuda()
-    noise = torch.randn(1, 8 * 16, tiny.HIDDEN_SIZE).cuda()
-    results = []
-    for small in (False, True):
-        if small:
-            monkeypatch.setattr(flex_tiles, "ENOUGH_SHARED_MEMORY", 10**9)
-        drafter = make_drafter("flex_attention", **LAYERS[layers])
-        compile_layers(drafter)
-        with torch.autocast("cuda", torch.bfloat16, enabled=mixed_precision):
-            masks = training_masks(drafter.config, anchors, document_ids)
-            output = drafter(noise, context, masks, block_position_ids(positions, anchors, 16)).last_hidden_state
-        output.pow(3).sum().backward()
-        results.append([output.detach(), *(p.grad for p in drafter.parameters())])
-    tolerance = 5e-2 if mixed_precision else 2e-3
-    for expected, found in zip(*results, strict=True):
-        # In bf16 single elements of a small gradient are rounding alone, so gradients are compared as a whole.
-        assert (found - expected).norm() <= tolerance * expected.norm() + 1e-4 * expected.numel() ** 0.5

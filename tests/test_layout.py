@@ -48,7 +48,8 @@ def test_the_packages_docstring_lists_its_files():
 
 def test_the_package_is_flat_and_no_folder_is_called_target():
     """Global git ignore files drop folders of that name."""
-    assert [path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"] == []
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders <= {"accelerate_configs"}
 
 
 def test_a_row_passes_fifteen_files_at_most_from_json_to_its_loss(tmp_path):

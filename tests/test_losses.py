@@ -1,33 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss through the frozen head against its unoptimised twin, in values, gradients and counted sums."""
+"""The loss through the frozen head against its naive twins, in values, gradients and counted sums; objectives."""
 
 import math
 
 import pytest
+import tiny
 import torch
-from naive import naive_dpace_sums, naive_loss, naive_metrics, naive_sums
+from naive import naive_distilled_sum, naive_dpace_sums, naive_metrics, naive_sums
+from tiny import refused
 from torch import nn
 
-from dflash_hf import losses
+from dflash_hf import FrozenTarget, PackedDataset, losses
+from dflash_hf.data_collator import DataCollatorForDFlash
 from dflash_hf.losses import (
+    OBJECTIVES,
     BlockSums,
     DecayedCrossEntropy,
     DPace,
+    SlotTerms,
+    TargetStates,
     default_gamma,
     frozen_head_loss,
     make_objective,
+    running_products,
 )
 
 
 HIDDEN, VOCAB = 16, 23
-OBJECTIVES = {
+PLAIN = {
     "gamma_2": DecayedCrossEntropy(2.0),
-    "gamma_7": DecayedCrossEntropy(7.0),
     "gamma_0.5": DecayedCrossEntropy(0.5),
     "dpace_0": DPace(0.0),
     "dpace_0.5": DPace(0.5),
     "dpace_1": DPace(1.0),
 }
+COMPARING = OBJECTIVES[2:]
 
 
 class OnAccelerator(str):
@@ -40,6 +47,9 @@ class AcceleratorLabels(torch.Tensor):
     """Labels that say they are not on the CPU, so that the branch for accelerators runs without one."""
 
     device = OnAccelerator("cpu")
+
+
+KINDS = pytest.mark.parametrize("kind", [torch.Tensor, AcceleratorLabels], ids=["cpu", "accelerator"])
 
 
 def frozen_head(dtype=torch.float32, seed=1) -> nn.Linear:
@@ -61,9 +71,10 @@ def ragged_labels(rows=2, anchors=9, block_size=5, seed=0) -> torch.Tensor:
 
 
 @pytest.fixture(autouse=True)
-def uncompiled(monkeypatch):
-    """The stand-in for a device's labels cannot be compiled; tests/test_gpu.py runs the compiled branch."""
-    monkeypatch.setattr(losses, "_compiled_slot_terms", lambda terms: terms)
+def uncompiled(request, monkeypatch):
+    """The stand-in for a device's labels cannot be compiled; the GPU test runs the compiled branch."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(losses, "_compiled_slot_terms", lambda terms: terms)
 
 
 def hidden_like(labels: torch.Tensor, dtype=torch.float32, seed=2) -> torch.Tensor:
@@ -90,9 +101,9 @@ def run(labels, objective, head=None, hidden=None, chunk_blocks=None):
 
 
 @pytest.mark.parametrize("chunk_blocks", [1, 7, None])
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", PLAIN)
 def test_p4_chunked_loss_equals_the_naive_twin(name, chunk_blocks):
-    labels, head, objective = ragged_labels(), frozen_head(), OBJECTIVES[name]
+    labels, head, objective = ragged_labels(), frozen_head(), PLAIN[name]
     expected_hidden = hidden_like(labels)
     expected, normalizer = naive_sum(expected_hidden, labels, head.weight, objective)
     expected.backward()
@@ -107,11 +118,11 @@ def test_p4_chunked_loss_equals_the_naive_twin(name, chunk_blocks):
 
 @pytest.mark.parametrize("chunk_blocks", [1, 7, None])
 @pytest.mark.parametrize("name", ["gamma_2", "dpace_0.5"])
-@pytest.mark.parametrize("accelerator", [False, True])
+@KINDS
 @pytest.mark.parametrize("hidden_dtype", [torch.bfloat16, torch.float32])
-def test_p4_s1_bf16_head_and_hidden(hidden_dtype, accelerator, name, chunk_blocks):
+def test_p4_s1_bf16_head_and_hidden(hidden_dtype, kind, name, chunk_blocks):
     """The head multiplies in bf16; what follows its logits is fp32, and only the gradient is rounded again."""
-    labels, objective = ragged_labels(), OBJECTIVES[name]
+    labels, objective = ragged_labels(), PLAIN[name]
     head = frozen_head(torch.bfloat16)
 
     def rounding_head(states):
@@ -125,7 +136,6 @@ def test_p4_s1_bf16_head_and_hidden(hidden_dtype, accelerator, name, chunk_block
     expected.backward()
     expected_gradient = logits.grad @ head.weight.float()
 
-    kind = AcceleratorLabels if accelerator else torch.Tensor
     loss, _, gradient = run(
         labels.as_subclass(kind), objective, rounding_head, hidden=hidden, chunk_blocks=chunk_blocks
     )
@@ -137,18 +147,18 @@ def test_p4_s1_bf16_head_and_hidden(hidden_dtype, accelerator, name, chunk_block
 
 
 @pytest.mark.parametrize("chunk_blocks", [1, 7, None])
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", PLAIN)
 def test_accelerator_branch_equals_the_cpu_branch(name, chunk_blocks):
     """On an accelerator chunks are filled up to one size, so that kernels are compiled once."""
     labels = ragged_labels()
-    loss, sums, gradient = run(labels, OBJECTIVES[name], chunk_blocks=chunk_blocks)
+    loss, sums, gradient = run(labels, PLAIN[name], chunk_blocks=chunk_blocks)
     seen = []
 
     def head(states):
         seen.append(states.shape)
         return frozen_head()(states)
 
-    fast = run(labels.as_subclass(AcceleratorLabels), OBJECTIVES[name], head, chunk_blocks=chunk_blocks)
+    fast = run(labels.as_subclass(AcceleratorLabels), PLAIN[name], head, chunk_blocks=chunk_blocks)
 
     blocks = chunk_blocks or labels.shape[0] * labels.shape[1]
     assert {shape[0] for shape in seen} == {blocks * 4}
@@ -159,26 +169,16 @@ def test_accelerator_branch_equals_the_cpu_branch(name, chunk_blocks):
     torch.testing.assert_close(fast[2], gradient, rtol=1e-5, atol=1e-5)
 
 
-def test_only_counted_slots_meet_the_head_on_cpu():
-    labels, seen = ragged_labels(), []
-
-    def head(states):
-        seen.append(states.shape[0])
-        return frozen_head()(states)
-
-    run(labels, DecayedCrossEntropy(4), head, chunk_blocks=7)
-    assert sum(seen) == (labels != -100).sum()
-
-
-@pytest.mark.parametrize("accelerator", [False, True])
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_l2_nothing_counts_gives_exactly_zero(name, accelerator):
-    labels = torch.full((2, 3, 4), -100)
-    kind = AcceleratorLabels if accelerator else torch.Tensor
-    loss, sums, gradient = run(labels.as_subclass(kind), OBJECTIVES[name], chunk_blocks=2)
-    assert loss.item() == 0.0
-    assert gradient is not None and torch.equal(gradient, torch.zeros_like(gradient))
-    metrics = sums.metrics()
+@KINDS
+@pytest.mark.parametrize("name", [*PLAIN, *COMPARING])
+def test_l2_nothing_counts_gives_exactly_zero(name, kind):
+    objective = PLAIN[name] if name in PLAIN else make_objective(name, BLOCK)
+    hidden, labels, _, target = ragged_batch()
+    nothing = torch.full_like(labels, -100).as_subclass(kind)
+    loss, sums = frozen_head_loss(hidden, nothing, float64_head(), objective, FEW, 2, target=target)
+    loss.backward()
+    assert loss.item() == 0.0 and torch.equal(hidden.grad, torch.zeros_like(hidden))
+    metrics = BlockSums(sums.values.detach().as_subclass(torch.Tensor)).metrics()
     assert all(math.isfinite(value) for value in metrics.values()) and metrics["loss"] == 0.0
 
 
@@ -193,31 +193,20 @@ def test_l2_zero_loss_reaches_the_parameters_behind_it():
         assert torch.equal(parameter.grad, torch.zeros_like(parameter))
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", PLAIN)
 def test_slot_0_and_uncounted_slots_get_exactly_zero_gradient(name):
-    labels = ragged_labels()
-    _, _, gradient = run(labels, OBJECTIVES[name])
-    gradient = gradient.view(*labels.shape, HIDDEN)
+    labels, head = ragged_labels(), frozen_head().requires_grad_(True)
+    loss, sums, gradient = run(labels, PLAIN[name], head)
     counted = labels != -100
-    assert torch.equal(gradient[~counted], torch.zeros_like(gradient[~counted]))
-    assert (gradient[counted].abs().sum(-1) > 0).all()
-
-
-def test_a_label_in_slot_0_is_never_learned():
-    labels = ragged_labels()
-    expected = run(labels, DecayedCrossEntropy(4))
+    by_slot = gradient.view(*labels.shape, HIDDEN)
+    assert torch.equal(by_slot[~counted], torch.zeros_like(by_slot[~counted]))
+    assert (by_slot[counted].abs().sum(-1) > 0).all()
+    assert head.weight.grad is None
+    # A label in slot 0 is never learned.
     labels[..., 0] = 3
-    loss, sums, gradient = run(labels, DecayedCrossEntropy(4))
-    assert torch.equal(loss, expected[0]) and torch.equal(gradient, expected[2])
-    assert torch.equal(sums.values, expected[1].values)
-
-
-def test_the_head_gets_no_gradient_and_keeps_its_weights():
-    head, labels = frozen_head(), ragged_labels()
-    head.requires_grad_(True)
-    before = head.weight.detach().clone()
-    run(labels, DPace(), head)
-    assert head.weight.grad is None and torch.equal(head.weight, before)
+    again = run(labels, PLAIN[name], head)
+    assert torch.equal(again[0], loss) and torch.equal(again[1].values, sums.values)
+    assert torch.equal(again[2], gradient)
 
 
 def reachable_tensors(loss: torch.Tensor) -> list[torch.Tensor]:
@@ -236,22 +225,17 @@ def reachable_tensors(loss: torch.Tensor) -> list[torch.Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("accelerator", [False, True])
-def test_p4_no_logits_are_kept_for_the_backward(accelerator):
-    labels = ragged_labels().as_subclass(AcceleratorLabels if accelerator else torch.Tensor)
-    packed, sizes = [], []
-    head = frozen_head()
+@KINDS
+def test_p4_no_logits_are_kept_for_the_backward(kind):
+    labels, head, sizes = ragged_labels().as_subclass(kind), frozen_head(), []
 
     def counting_head(states):
         logits = head(states)
         sizes.append(logits.numel())
         return logits
 
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t, lambda t: t):
-        layer = nn.Linear(HIDDEN, HIDDEN)
-        hidden = layer(hidden_like(labels))
-        packed.clear()
-        loss, _ = frozen_head_loss(hidden, labels, counting_head, DecayedCrossEntropy(4), VOCAB, chunk_blocks=3)
+    hidden = nn.Linear(HIDDEN, HIDDEN)(hidden_like(labels))
+    loss, _ = frozen_head_loss(hidden, labels, counting_head, DecayedCrossEntropy(4), VOCAB, chunk_blocks=3)
     kept = reachable_tensors(loss)
     assert any(t.shape[-1:] == (HIDDEN,) for t in kept), "the walk over the graph finds what is kept"
     assert not [t.shape for t in kept if VOCAB in t.shape]
@@ -260,38 +244,30 @@ def test_p4_no_logits_are_kept_for_the_backward(accelerator):
 
 
 def test_p4_default_chunks_bound_the_logits(monkeypatch):
-    monkeypatch.setattr("dflash_hf.losses.DEVICE_CHUNK_LOGITS", 2 * 4 * VOCAB)
     labels, sizes, head = ragged_labels(), [], frozen_head()
+    expected = run(labels, DPace(), chunk_blocks=10_000)
 
     def counting_head(states):
         sizes.append(math.prod(states.shape[:-1]))
         return head(states)
 
-    loss, _, gradient = run(labels.as_subclass(AcceleratorLabels), DPace(), counting_head)
-    assert set(sizes) == {2 * 4} and len(sizes) < 9
-    expected = run(labels, DPace(), chunk_blocks=10_000)
-    torch.testing.assert_close(loss, expected[0])
-    torch.testing.assert_close(gradient, expected[2])
     # A vocabulary larger than the bound still goes block by block, since the objective needs whole blocks.
-    monkeypatch.setattr("dflash_hf.losses.DEVICE_CHUNK_LOGITS", 1)
-    sizes.clear()
-    run(labels.as_subclass(AcceleratorLabels), DPace(), counting_head)
-    assert set(sizes) == {4} and len(sizes) >= (labels[..., 1:] != -100).sum() / 4
+    for limit, blocks in ((2 * 4 * VOCAB, 2), (1, 1)):
+        monkeypatch.setattr("dflash_hf.losses.DEVICE_CHUNK_LOGITS", limit)
+        sizes.clear()
+        loss, _, gradient = run(labels.as_subclass(AcceleratorLabels), DPace(), counting_head)
+        assert set(sizes) == {4 * blocks} and len(sizes) >= (labels[..., 1:] != -100).sum() / (4 * blocks)
+        torch.testing.assert_close(loss, expected[0])
+        torch.testing.assert_close(gradient, expected[2])
 
 
-def test_the_gradient_scales_with_what_follows():
+def test_the_gradient_scales_with_what_follows_and_parts_of_a_batch_add_up_to_the_whole():
     """Normalisation happens outside, on the whole optimizer step."""
-    labels = ragged_labels()
-    _, _, gradient = run(labels, DPace())
-    hidden = hidden_like(labels)
-    loss, _ = frozen_head_loss(hidden, labels, frozen_head(), DPace(), VOCAB)
-    (loss * 3 / 7).backward()
-    torch.testing.assert_close(hidden.grad, gradient * 3 / 7)
-
-
-def test_parts_of_a_batch_add_up_to_the_whole():
     labels, objective = ragged_labels(), DecayedCrossEntropy(2)
     loss, sums, gradient = run(labels, objective)
+    hidden = hidden_like(labels)
+    (frozen_head_loss(hidden, labels, frozen_head(), objective, VOCAB)[0] * 3 / 7).backward()
+    torch.testing.assert_close(hidden.grad, gradient * 3 / 7)
     halves = [
         run(labels[i : i + 1], objective, hidden=hidden_like(labels)[i : i + 1].detach().requires_grad_())
         for i in range(2)
@@ -302,16 +278,12 @@ def test_parts_of_a_batch_add_up_to_the_whole():
     for half in halves:
         total.add(half[1])
     torch.testing.assert_close(total.values, sums.values)
-
-
-def test_evaluation_needs_no_gradient():
-    labels = ragged_labels()
-    expected, sums, _ = run(labels, DPace())
+    # Evaluation needs no gradient.
     with torch.no_grad():
-        loss, evaluated = frozen_head_loss(hidden_like(labels), labels, frozen_head(), DPace(), VOCAB)
-    assert not loss.requires_grad
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(evaluated.values, sums.values)
+        evaluated, same = frozen_head_loss(hidden_like(labels), labels, frozen_head(), objective, VOCAB)
+    assert not evaluated.requires_grad
+    torch.testing.assert_close(evaluated, loss)
+    torch.testing.assert_close(same.values, sums.values)
 
 
 def sums_of(hits: list[list[int]], labels_count: list[int], block_size: int) -> BlockSums:
@@ -341,22 +313,6 @@ def test_e4_committed_are_accepted_plus_the_bonus(hits, committed):
     assert metrics["accuracy"] == sum(hits) / 4
 
 
-def test_e4_sums_of_hand_made_blocks():
-    """Blocks: full with pattern 1 1 0 1; full and all right; two slots count, both right; unused."""
-    sums = sums_of([[1, 1, 0, 1], [1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]], [4, 4, 2, 0], block_size=5)
-    _, normalizer, blocks, committed, full, committed_full = sums.values[:6].tolist()
-    decay = [math.exp(-k / 4) for k in range(4)]
-    assert normalizer == pytest.approx(2 * sum(decay) + sum(decay[:2]))
-    # The block cut after two slots commits two tokens: the answer ends there, so there is no bonus token.
-    assert (blocks, committed, full, committed_full) == (3, 3 + 5 + 2, 2, 3 + 5)
-    assert sums.values[6:].tolist() == [3, 3, 2, 2, 3, 3, 1, 2]
-    metrics = sums.metrics()
-    # Pooled over the blocks that are full: (3 + 5) / 2, not over all three.
-    assert metrics["acceptance_length"] == 4.0
-    assert metrics["full_blocks"] == pytest.approx(2 / 3)
-    assert metrics["accuracy"] == pytest.approx(9 / 10)
-
-
 def test_e4_cut_blocks_count_only_where_none_is_full():
     assert sums_of([[1, 1], [0, 1]], [2, 2], block_size=5).metrics()["acceptance_length"] == (2 + 1) / 2
     assert sums_of([[1, 0]], [2], block_size=5).metrics()["acceptance_length"] == 2.0
@@ -373,41 +329,241 @@ def test_sums_agree_with_the_naive_counts():
     expected = naive_metrics(hidden, labels, head.weight)
     _, sums = frozen_head_loss(hidden, labels, head, DPace(), VOCAB, chunk_blocks=4)
     values = sums.values.tolist()
-    assert values[2] == expected["anchors"]
+    assert values[2:6] == [expected[name] for name in ("anchors", "committed", "full", "committed_full")]
     assert values[6:10] == expected["slot_counted"][1:]
     assert values[10:] == expected["slot_correct"][1:]
     assert sums.metrics()["accuracy"] == pytest.approx(sum(expected["slot_correct"]) / expected["counted"])
 
 
-def test_naive_loss_is_the_ratio_of_the_sums():
-    labels, head = ragged_labels(), frozen_head()
-    _, sums, _ = run(labels, DecayedCrossEntropy(4), head)
-    expected = naive_loss(hidden_like(labels), labels, head.weight, gamma=4)
-    assert sums.metrics()["loss"] == pytest.approx(expected.item(), rel=1e-5)
-
-
-def test_default_gammas_are_the_papers():
-    assert [default_gamma(b) for b in (16, 10, 8)] == [7, 5, 4]
-    assert default_gamma(32) == 7 and default_gamma(4) == 2
-    assert make_objective("cross_entropy", 16) == DecayedCrossEntropy(7)
+def test_default_gammas_are_the_papers_and_weights_follow_their_names():
+    assert [default_gamma(b) for b in (16, 10, 8, 32, 4)] == [7, 5, 4, 7, 2]
     assert make_objective("cross_entropy", 10) == DecayedCrossEntropy(5)
     assert make_objective("cross_entropy", 16, gamma=3.5) == DecayedCrossEntropy(3.5)
-    assert make_objective("dpace", 16) == DPace(0.5)
-    assert make_objective("dpace", 16, alpha=0.0) == DPace(0.0)
+    assert make_objective("dpace", 16) == DPace(0.5) and make_objective("dpace", 16, alpha=0.0) == DPace(0.0)
+    assert make_objective("kl", 16).weighting == DPace(0.5)
+    assert make_objective("kl", 16, slot_weights="decay").weighting == DecayedCrossEntropy(7)
+    assert make_objective("lk", 16, alpha=0.2).weighting == DPace(0.2)
+    with refused(ValueError, "mse", "dpace"):
+        make_objective("mse", 8)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ({"name": "mse"}, "mse"),
-        ({"name": "cross_entropy", "gamma": 0.0}, "loss_gamma=0.0"),
-        ({"name": "cross_entropy", "gamma": -1.0}, "loss_gamma=-1.0"),
-        ({"name": "cross_entropy", "gamma": float("nan")}, "loss_gamma=nan"),
-        ({"name": "dpace", "alpha": -0.1}, "dpace_alpha=-0.1"),
-        ({"name": "dpace", "alpha": 1.5}, "dpace_alpha=1.5"),
-        ({"name": "dpace", "alpha": float("nan")}, "dpace_alpha=nan"),
-    ],
-)
-def test_make_objective_refuses(arguments, named):
-    with pytest.raises(ValueError, match=named):
-        make_objective(block_size=8, **arguments)
+# Objectives that compare with the target's distribution
+
+NARROW, FEW, BLOCK = 8, 11, 5
+
+
+def float64_head() -> nn.Linear:
+    torch.manual_seed(1)
+    layer = nn.Linear(NARROW, FEW, bias=False, dtype=torch.float64).requires_grad_(False)
+    layer.weight.mul_(4.0)
+    return layer
+
+
+def ragged_batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, TargetStates]:
+    """Hidden states, labels with chains of every length, anchors (one unused) and the target's states."""
+    generator = torch.Generator().manual_seed(0)
+    rows, width = 2, 20
+    anchors = torch.tensor([[0, 3, 7, 14], [2, 4, 15, -1]])
+    lengths = torch.tensor([[4, 2, 1, 3], [4, 0, 4, 0]])
+    labels = torch.randint(0, FEW, (*anchors.shape, BLOCK), generator=generator)
+    slots = torch.arange(BLOCK)
+    labels = labels.masked_fill((slots == 0) | (slots > lengths[..., None]), -100)
+    hidden = torch.randn(rows, anchors.shape[1] * BLOCK, NARROW, generator=generator, dtype=torch.float64)
+    states = torch.randn(rows, width, NARROW, generator=generator, dtype=torch.float64)
+    return hidden.requires_grad_(), labels, anchors, TargetStates(states, anchors)
+
+
+def naive_weights(weighting, hidden, labels, weight) -> list[list[float]]:
+    if isinstance(weighting, DPace):
+        return naive_dpace_sums(hidden, labels, weight, weighting.alpha)[2]
+    flat = labels.reshape(-1, BLOCK).tolist()
+    return [[math.exp(-(k - 1) / weighting.gamma) if k else 0.0 for k in range(BLOCK)] for _ in flat]
+
+
+@pytest.mark.parametrize("chunk_blocks", [1, 3, None])
+@pytest.mark.parametrize(("slot_weights", "temperature", "share"), [("dpace", 1.0, 0.0), ("decay", 0.5, 0.3)])
+@pytest.mark.parametrize("name", COMPARING)
+def test_p4_divergences_equal_the_naive_twin(name, slot_weights, temperature, share, chunk_blocks):
+    objective = make_objective(
+        name, BLOCK, gamma=2.0, slot_weights=slot_weights, temperature=temperature, cross_entropy_share=share
+    )
+    hidden, labels, anchors, target = ragged_batch()
+    weights = naive_weights(objective.weighting, hidden, labels, float64_head().weight)
+
+    def states_before(n: int, k: int) -> torch.Tensor:
+        row, column = divmod(n, anchors.shape[1])
+        return target.hidden_states[row, anchors[row, column] + k - 1]
+
+    expected = naive_distilled_sum(
+        hidden, labels, float64_head().weight, states_before, name, weights, temperature, share
+    )
+    (expected_gradient,) = torch.autograd.grad(expected, hidden)
+
+    loss, _ = frozen_head_loss(hidden, labels, float64_head(), objective, FEW, chunk_blocks, target=target)
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(hidden.grad, expected_gradient)
+    counted = labels[..., 1:] != -100
+    if name != "expected_acceptance" and slot_weights == "decay":
+        assert objective.normalizer(counted).item() == pytest.approx(
+            sum(math.exp(-k / 2) * counted[..., k].sum().item() for k in range(BLOCK - 1))
+        )
+    else:
+        assert objective.normalizer(counted).item() == counted.sum().item()
+
+
+def test_dpace_without_smoothing_has_the_gradient_of_the_expected_acceptance_of_the_labels():
+    """A target that is sure of the labels turns the overlap into the drafter's probability of the label."""
+    hidden, labels, anchors, _ = ragged_batch()
+    sure = torch.zeros(2, 20, FEW, dtype=torch.float64)
+    logits = torch.randn(*hidden.shape[:2], FEW, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    row_labels = torch.randint(0, FEW, (2, 20), generator=torch.Generator().manual_seed(4))
+    sure[:, :-1] = 200.0 * nn.functional.one_hot(row_labels[:, 1:], FEW).double()
+    positions = anchors.clamp(min=0)[..., None] + torch.arange(BLOCK)
+    consistent = row_labels.gather(1, positions.clamp(max=19).flatten(1)).view(positions.shape)
+    labels = torch.where(labels == -100, -100, consistent)
+    gradients = []
+    for objective in (make_objective("expected_acceptance", BLOCK), DPace(0.0)):
+        leaf = logits.clone().requires_grad_()
+        loss, _ = frozen_head_loss(leaf, labels, nn.Identity(), objective, FEW, target=TargetStates(sure, anchors))
+        loss.backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_a_drafter_that_agrees_with_the_target_has_no_loss_and_no_gradient(name):
+    _, labels, anchors, target = ragged_batch()
+    slots = torch.arange(anchors.numel() * BLOCK)
+    hidden = target.at(slots, BLOCK).view(2, -1, NARROW).clone().requires_grad_()
+    loss, _ = frozen_head_loss(hidden, labels, float64_head(), make_objective(name, BLOCK), FEW, target=target)
+    loss.backward()
+    assert loss.item() == pytest.approx(0.0, abs=1e-9)
+    if name == "kl":  # the others have a kink there
+        torch.testing.assert_close(hidden.grad, torch.zeros_like(hidden.grad))
+
+
+def test_only_counted_slots_meet_the_head():
+    hidden, labels, _, target = ragged_batch()
+    seen = []
+
+    def counting(states):
+        seen.append(states.shape[0])
+        return float64_head()(states)
+
+    frozen_head_loss(hidden, labels, counting, DecayedCrossEntropy(4), FEW, 2)
+    assert sum(seen) == (labels != -100).sum()
+    seen.clear()
+    frozen_head_loss(hidden, labels, counting, make_objective("kl", BLOCK), FEW, 2, target=target)
+    assert sum(seen) == 2 * (labels != -100).sum()
+    with refused(ValueError, "final_states=True"):
+        frozen_head_loss(hidden, labels, float64_head(), make_objective("kl", BLOCK), FEW)
+
+
+@pytest.mark.parametrize("divergence", [None, "kl", "total_variation", "lk", "lk_hybrid", "overlap"])
+def test_slot_terms_are_one_graph_with_the_same_values_and_gradients(divergence):
+    terms = SlotTerms(divergence, 0.7)
+    generator = torch.Generator().manual_seed(0)
+    logits, target_logits = (torch.randn(6, FEW, generator=generator, dtype=torch.bfloat16) for _ in range(2))
+    labels = torch.tensor([0, 3, -100, 5, -100, 10])
+    results = []
+    for function in (terms, torch.compile(terms.__call__, dynamic=False, fullgraph=True, backend="aot_eager")):
+        leaf = logits.clone().requires_grad_()
+        values, right = function(leaf, labels, None if divergence is None else target_logits)
+        values.sum().backward()
+        results.append((values.detach(), right, leaf.grad))
+    assert results[0][0].dtype == torch.float32 and results[0][0].shape == (6, terms.count)
+    assert not results[0][0][labels == -100].any() and not results[0][2][labels == -100].any()
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(eager, compiled)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", ["llama_target", "hybrid_target"])
+def test_final_states_are_those_behind_the_targets_own_logits(family, packed):
+    model = getattr(tiny, family)()
+    target = FrozenTarget(model, [1, 3], packed=packed, final_states=True)
+    documents = [{"input_ids": list(range(i, i + n)), "supervised_spans": [[2, n]]} for i, n in ((5, 9), (40, 13))]
+    batch = DataCollatorForDFlash(4)([PackedDataset(documents, 32)[0]])
+    states = target.all_hidden_states(batch["input_ids"], batch["document_lengths"])
+    context = target.context_hidden_states(batch["input_ids"], batch["document_lengths"])
+    assert torch.equal(context, states[..., : -tiny.HIDDEN_SIZE])
+    stopping = FrozenTarget(model, [1, 3], packed=packed)
+    torch.testing.assert_close(context, stopping.context_hidden_states(batch["input_ids"], batch["document_lengths"]))
+    start = 0
+    for length in batch["document_lengths"][0]:
+        part = slice(start, start + length)
+        with torch.no_grad():
+            expected = model(batch["input_ids"][:, part]).logits
+        logits = model.lm_head(states[:, part, -tiny.HIDDEN_SIZE :])
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        start += length
+
+
+def test_running_products_equal_cumprod_with_zeros_too():
+    factors = torch.tensor([[0.5, 0.0, 0.25, 1.0], [0.3, 0.2, 0.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(running_products(factors), factors.cumprod(-1))
+    weights = torch.arange(1.0, 9.0, dtype=torch.float64).view(2, 4)
+    (fast,) = torch.autograd.grad((running_products(factors) * weights).sum(), factors)
+    (naive,) = torch.autograd.grad((factors.cumprod(-1) * weights).sum(), factors)
+    torch.testing.assert_close(fast, naive)
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_a_token_that_the_head_rules_out_spoils_nothing(name):
+    """A head may give -inf for ids that it never wants; both sides go through it, also where one is the label."""
+    hidden, labels, _, target = ragged_batch()
+    unused = FEW - 1
+    labels = torch.where(labels == unused, 0, labels)
+    objective, found = make_objective(name, BLOCK, slot_weights="decay"), []
+    heads = {
+        FEW: lambda states: float64_head()(states).index_fill(-1, torch.tensor([unused]), -math.inf),
+        unused: lambda states: float64_head()(states)[..., :unused],
+    }
+    for vocab, head in heads.items():
+        hidden.grad = None
+        given = torch.where(labels == 1, unused if vocab == FEW else 0, labels)
+        loss, _ = frozen_head_loss(hidden, given, head, objective, vocab, target=target)
+        loss.backward()
+        found.append((loss.detach(), hidden.grad))
+    assert found[0][0].isfinite()
+    torch.testing.assert_close(*found)
+
+
+def wide_batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, nn.Linear]:
+    """Hidden states, labels, anchors and the target's states of many blocks of 8, and a head of 1,000 tokens."""
+    rows, width, count, block, hidden_size, vocab = 3, 90, 20, 8, 64, 1000
+    generator = torch.Generator().manual_seed(0)
+    anchors = torch.rand(rows, width - block, generator=generator).argsort(dim=1)[:, :count].sort(dim=1).values
+    lengths = torch.randint(0, block, anchors.shape, generator=generator)
+    labels = torch.randint(0, vocab, (*anchors.shape, block), generator=generator)
+    slots = torch.arange(block)
+    labels = labels.masked_fill((slots == 0) | (slots > lengths[..., None]), -100)
+    hidden = torch.randn(rows, count * block, hidden_size, generator=generator)
+    states = torch.randn(rows, width, hidden_size, generator=generator)
+    head = nn.Linear(hidden_size, vocab, bias=False).requires_grad_(False)
+    head.weight.copy_(torch.randn(vocab, hidden_size, generator=generator) * 0.3)
+    return hidden, labels, anchors, states, head
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_p4_a_gpu_gives_the_cpus_loss_and_gradient_without_waiting(name):
+    objective = make_objective(name, 8)
+    results = []
+    for device in ("cpu", "cuda", "cuda"):
+        hidden, labels, anchors, states, head = (value.to(device) for value in wide_batch())
+        hidden.requires_grad_()
+        counted = (labels != -100).sum(-1).cpu().numpy().ravel()
+        # The third time everything is compiled, and nothing may wait for the device.
+        torch.cuda.set_sync_debug_mode("error" if len(results) == 2 else "default")
+        try:
+            target = TargetStates(states, anchors)
+            loss, sums = frozen_head_loss(hidden, labels, head, objective, 1000, 16, counted, target)
+            loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        results.append([value.detach().cpu() for value in (loss, sums.values, hidden.grad)])
+    for fast in results[1:]:
+        for expected, value in zip(results[0], fast, strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-3, atol=1e-4)

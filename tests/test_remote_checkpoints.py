@@ -10,14 +10,14 @@ import urllib.request
 from pathlib import Path
 
 import boto3
+import fsspec
 import pytest
 import torch
 from botocore.config import Config
 from moto.server import ThreadedMotoServer
 from runs import finish, make_trainer, start, train
-from tiny import dense_target
+from tiny import dense_target, refused
 
-import dflash_hf.checkpointing
 import dflash_hf.remote_checkpoints
 from dflash_hf.chats import check_address, without_secrets
 from dflash_hf.checkpointing import MANIFEST_NAME, DiskSpaceError, manifest_problems
@@ -63,12 +63,20 @@ class Store:
         return [entry["Key"] for entry in self.client.list_objects_v2(Bucket=BUCKET).get("Contents", [])]
 
 
+ENVIRONMENT = {
+    "AWS_ACCESS_KEY_ID": "planted-key-0123456789",
+    "AWS_SECRET_ACCESS_KEY": SECRET,
+    "AWS_DEFAULT_REGION": "us-east-1",
+    # The client's own tries come on top of those here.
+    "AWS_MAX_ATTEMPTS": "1",
+}
+
+
 @pytest.fixture(scope="module")
 def server():
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "planted-key-0123456789")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        for name, value in ENVIRONMENT.items():
+            monkeypatch.setenv(name, value)
         server = Store()
     yield server
     server.down()
@@ -78,14 +86,10 @@ def server():
 def store(server, monkeypatch):
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "HTTP_PROXY", "http_proxy"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "planted-key-0123456789")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    # The client's own tries come on top of those here.
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+    for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": server.endpoint}.items():
+        monkeypatch.setenv(name, value)
     server.client.create_bucket(Bucket=BUCKET)
-    dflash_hf.remote_checkpoints.fsspec.get_filesystem_class("s3").clear_instance_cache()
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
     yield server
     if not server.is_up:
         server.up()
@@ -177,21 +181,16 @@ def test_an_outage_in_the_middle_does_not_stop_training(store, target, tmp_path,
 
 
 @pytest.mark.parametrize("fault", ["down", "no bucket"])
-def test_a_store_that_never_answers_ends_in_an_error_after_training(store, target, tmp_path, fault, caplog):
+def test_a_store_that_never_answers_ends_in_an_error_after_training(store, target, tmp_path, fault):
     if fault == "down":
         store.down()
     else:
         store.client.delete_bucket(Bucket=BUCKET)
     trainer = mirrored(tmp_path, target, patient(final_attempts=2))
-    with pytest.raises(RemoteCheckpointError, match=r"checkpoint-6 never arrived at s3://drafters/run.*output_dir"):
+    with refused(RemoteCheckpointError, "checkpoint-6", ADDRESS):
         trainer.train()
     assert trainer.state.global_step == 6 and manifest_problems(tmp_path / "checkpoint-6") == []
     assert not _threads() and not list(tmp_path.glob("_*"))
-    plain = make_trainer(tmp_path / "plain", target, max_steps=6, save_strategy="no")
-    plain.train()
-    assert_equal(weights(trainer), weights(plain))
-    if fault == "down":
-        store.up()
 
 
 @pytest.mark.parametrize("told_by", ["the store", "a talkative store"])
@@ -203,12 +202,11 @@ def test_wrong_credentials_end_in_an_error_that_does_not_repeat_them(
 
     store.ask("reset-auth", b"0")
     if told_by == "a talkative store":
-        monkeypatch.setattr(dflash_hf.remote_checkpoints.fsspec.get_filesystem_class("s3"), "exists", forbidden)
+        monkeypatch.setattr(fsspec.get_filesystem_class("s3"), "exists", forbidden)
     trainer = mirrored(tmp_path, target, patient(final_attempts=1))
     with pytest.raises(RemoteCheckpointError):
         trainer.train()
     text = "\n".join(caplog.messages)
-    assert "PermissionError: " in text
     assert told_by == "the store" or "The key <AWS_ACCESS_KEY_ID> with <AWS_SECRET_ACCESS_KEY> is not known" in text
     assert SECRET not in text and "planted-key" not in text
     for path in tmp_path.rglob("*"):
@@ -219,7 +217,7 @@ def test_wrong_credentials_end_in_an_error_that_does_not_repeat_them(
 def train_mirrored(folder: str, stall: str = "", **kwargs) -> None:
     """Target of a process; `stall` names a file during whose upload it waits to be killed."""
     if stall:
-        system = dflash_hf.remote_checkpoints.fsspec.get_filesystem_class("s3")
+        system = fsspec.get_filesystem_class("s3")
         original = system.put_file
 
         def put_file(self, local, remote, *args, **options):
@@ -263,18 +261,6 @@ def test_a_run_killed_during_an_upload_goes_on_from_what_arrived_before(store, t
     assert_equal(ended["parameters"], weights(plain))
 
 
-def test_an_upload_that_fails_ends_a_process_with_a_status(store, tmp_path):
-    store.client.delete_bucket(Bucket=BUCKET)
-    processes = start(train_without_a_bucket, str(tmp_path), log=tmp_path / "log")
-    assert finish(processes) == [1]
-    assert "checkpoint-2 never arrived" in (tmp_path / "log").read_text()
-
-
-def train_without_a_bucket(folder: str) -> None:
-    """Target of a process: the last checkpoint never arrives."""
-    mirrored(Path(folder) / "run", dense_target(), patient(final_attempts=1), max_steps=2).train()
-
-
 # The store itself
 
 
@@ -302,7 +288,7 @@ def test_a_byte_that_changed_on_the_way_is_found(store, checkpoint, tmp_path):
     data = bytearray((checkpoint / "model.safetensors").read_bytes())
     data[-1] ^= 1
     store.client.put_object(Bucket=BUCKET, Key="run/checkpoint-1/model.safetensors", Body=bytes(data))
-    with pytest.raises(ValueError, match=r"model\.safetensors has another hash"):
+    with refused(ValueError, "model.safetensors", "hash"):
         fetch_checkpoint(ADDRESS, tmp_path / "fetched")
     assert not list((tmp_path / "fetched").iterdir())
 
@@ -310,45 +296,29 @@ def test_a_byte_that_changed_on_the_way_is_found(store, checkpoint, tmp_path):
 def test_a_checkpoint_without_a_manifest_is_not_there(store, checkpoint, tmp_path):
     upload_checkpoint(checkpoint, ADDRESS)
     store.client.delete_object(Bucket=BUCKET, Key=f"run/checkpoint-1/{MANIFEST_NAME}")
-    with pytest.raises(ValueError, match="holds no complete checkpoint"):
-        fetch_checkpoint(ADDRESS, tmp_path / "fetched")
-    with pytest.raises(ValueError, match=f"has no {MANIFEST_NAME}"):
-        fetch_checkpoint(f"{ADDRESS}/checkpoint-1", tmp_path / "fetched")
+    for address in (ADDRESS, f"{ADDRESS}/checkpoint-1"):
+        with refused(ValueError, address, MANIFEST_NAME):
+            fetch_checkpoint(address, tmp_path / "fetched")
 
 
-def test_a_manifest_that_names_files_outside_is_refused(store, checkpoint, tmp_path):
-    upload_checkpoint(checkpoint, ADDRESS)
-    key = f"run/checkpoint-1/{MANIFEST_NAME}"
-    manifest = json.loads(store.client.get_object(Bucket=BUCKET, Key=key)["Body"].read())
-    manifest["files"]["../../escaped"] = {"size": 1}
-    store.client.put_object(Bucket=BUCKET, Key=key, Body=json.dumps(manifest))
-    with pytest.raises(ValueError, match="outside the checkpoint"):
-        fetch_checkpoint(ADDRESS, tmp_path / "fetched")
-
-
-@pytest.mark.parametrize("address", ["s3://key:secret@bucket/run", "s3://bucket/run?X-Amz-Signature=1"])
+@pytest.mark.parametrize("address", ["s3://key:planted@bucket/run", "s3://bucket/run?X-Amz-Signature=planted"])
 def test_an_address_with_credentials_is_refused_without_repeating_them(target, tmp_path, address):
-    with pytest.raises(ValueError, match="holds credentials or a query") as caught:
+    with pytest.raises(ValueError) as caught:
         make_trainer(tmp_path, target, remote_checkpoint_dir=address)
-    assert "secret" not in str(caught.value) and "Signature" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "address", ["bucket/run", "/folder", "s3:/bucket", "s3://", "s3:///", "", " s3://b/run", "s3://b/run\n"]
-)
-def test_what_is_no_address_is_an_error_at_the_start(target, tmp_path, address):
-    with pytest.raises(ValueError, match=r"is no address of checkpoints; expected one such as s3://bucket/run"):
-        make_trainer(tmp_path, target, remote_checkpoint_dir=address)
-
-
-def test_an_address_to_resume_from_is_looked_at_as_well(target, tmp_path):
-    with pytest.raises(ValueError, match="holds credentials or a query") as caught:
-        make_trainer(tmp_path, target).train(resume_from_checkpoint="s3://key:planted@bucket/run")
+    assert "planted" not in str(caught.value)
+    with pytest.raises(ValueError) as caught:
+        make_trainer(tmp_path, target).train(resume_from_checkpoint=address)
     assert "planted" not in str(caught.value)
 
 
+@pytest.mark.parametrize("address", ["bucket/run", "s3:/bucket", "s3://", "", "s3://b/run\n"])
+def test_what_is_no_address_is_an_error_at_the_start(target, tmp_path, address):
+    with refused(ValueError, repr(address), "s3://bucket/run"):
+        make_trainer(tmp_path, target, remote_checkpoint_dir=address)
+
+
 def test_an_unknown_protocol_is_an_error_at_the_start():
-    with pytest.raises(ValueError, match="Protocol not known: nosuch"):
+    with refused(ValueError, "nosuch"):
         check_address("nosuch://bucket/run")
 
 
@@ -360,10 +330,18 @@ MEMORY = "memory://faults/run"
 
 @pytest.fixture
 def memory():
-    system = dflash_hf.remote_checkpoints.fsspec.filesystem("memory")
+    system = fsspec.filesystem("memory")
     yield system
     if system.exists("/faults"):
         system.rm("/faults", recursive=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(target, tmp_path_factory):
+    """Checkpoints 2 and 4 of a run without a mirror."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    make_trainer(folder, target, max_steps=4, save_steps=2).train()
+    return folder / "checkpoint-2", folder / "checkpoint-4"
 
 
 def memory_run(folder, target, **arguments):
@@ -372,7 +350,7 @@ def memory_run(folder, target, **arguments):
     )
 
 
-def test_a_store_that_hangs_is_not_waited_for_without_end(memory, target, tmp_path, monkeypatch, caplog):
+def test_a_store_that_hangs_is_not_waited_for_without_end(memory, target, tmp_path, monkeypatch):
     goes_on = threading.Event()
     original = type(memory).put_file
 
@@ -383,49 +361,47 @@ def test_a_store_that_hangs_is_not_waited_for_without_end(memory, target, tmp_pa
 
     monkeypatch.setattr(type(memory), "put_file", put_file)
     trainer = mirrored(tmp_path, target, RemoteCheckpointCallback(MEMORY, stalled_after=0.5), max_steps=4)
-    with pytest.raises(RemoteCheckpointError, match="checkpoint-4 never arrived"):
+    with refused(RemoteCheckpointError, "checkpoint-4", MEMORY):
         trainer.train()
-    assert any("checkpoint-4 stopped arriving" in message for message in caplog.messages)
     goes_on.set()
 
 
-def break_file(system, name: str, data: bytes | None) -> None:
-    path = f"/faults/run/checkpoint-4/{name}"
-    system.rm_file(path) if data is None else system.pipe_file(path, data)
-
-
 @pytest.mark.parametrize(
-    ("name", "data", "message"),
+    ("name", "data", "said"),
     [
-        ("optimizer.pt", None, "optimizer.pt is missing"),
-        ("optimizer.pt", b"half", "optimizer.pt has 4 bytes instead of"),
-        (MANIFEST_NAME, b"[]", "it lists no files"),
-        (MANIFEST_NAME, b"\xff", "cannot be read"),
-        (MANIFEST_NAME, b'{"files": {"/etc/planted": {"size": 1}}}', "outside the checkpoint"),
+        ("optimizer.pt", None, "optimizer.pt"),
+        ("optimizer.pt", b"half", "optimizer.pt"),
+        (MANIFEST_NAME, b"[]", MANIFEST_NAME),
+        (MANIFEST_NAME, b"\xff", MANIFEST_NAME),
+        (MANIFEST_NAME, b'{"files": {"/etc/planted": {"size": 1}}}', "outside"),
+        (MANIFEST_NAME, b'{"files": {"../../planted": {"size": 1}}}', "outside"),
     ],
 )
 def test_a_broken_remote_checkpoint_is_an_error_by_name_and_skipped_otherwise(
-    memory, target, tmp_path, caplog, name, data, message
+    memory, checkpoints, target, tmp_path, caplog, name, data, said
 ):
-    memory_run(tmp_path / "run", target).train()
-    deadline = time.monotonic() + 10
-    while remote_steps(MEMORY) != [2, 4] and time.monotonic() < deadline:
-        upload_checkpoint(tmp_path / "run" / "checkpoint-2", MEMORY)
-    break_file(memory, name, data)
-    with pytest.raises(ValueError, match=message):
+    for folder in checkpoints:
+        upload_checkpoint(folder, MEMORY)
+    path = f"/faults/run/checkpoint-4/{name}"
+    memory.rm_file(path) if data is None else memory.pipe_file(path, data)
+    with refused(ValueError, "checkpoint-4", said):
         fetch_checkpoint(f"{MEMORY}/checkpoint-4", tmp_path / "other")
     assert not list((tmp_path / "other").glob("*"))
     trainer = memory_run(tmp_path / "other", target)
     trainer.train(resume_from_checkpoint=True)
     assert trainer._initial_global_step == 2
-    assert any("checkpoint-4 at memory://faults/run is skipped" in m and message in m for m in caplog.messages)
+    assert any(f"checkpoint-4 at {MEMORY}" in message and said in message for message in caplog.messages)
 
 
-def test_two_runs_at_one_address_are_told_of(memory, target, tmp_path, caplog):
-    memory_run(tmp_path / "one", target).train()
-    assert not any("holds checkpoints of later steps" in message for message in caplog.messages)
-    memory_run(tmp_path / "two", target, max_steps=2).train()
-    assert any("holds checkpoints of later steps than 0" in message for message in caplog.messages)
+def test_two_runs_at_one_address_are_told_of(memory, checkpoints, target, tmp_path, caplog):
+    def is_told() -> bool:
+        return any(MEMORY in message and "later steps" in message for message in caplog.messages)
+
+    memory_run(tmp_path / "one", target, max_steps=1, save_steps=1).train()
+    assert not is_told()
+    upload_checkpoint(checkpoints[1], MEMORY)
+    memory_run(tmp_path / "two", target, max_steps=1, save_steps=1).train()
+    assert is_told()
 
 
 def test_a_checkpoint_that_cannot_be_set_aside_does_not_stop_training(memory, target, tmp_path, monkeypatch, caplog):
@@ -433,16 +409,16 @@ def test_a_checkpoint_that_cannot_be_set_aside_does_not_stop_training(memory, ta
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(dflash_hf.remote_checkpoints, "linked_copy", full)
-    with pytest.raises(RemoteCheckpointError, match="checkpoint-4 never arrived"):
+    with refused(RemoteCheckpointError, "checkpoint-4"):
         memory_run(tmp_path, target).train()
-    assert any("checkpoint-2 cannot be set aside" in message for message in caplog.messages)
+    assert any("checkpoint-2" in message and "No space left" in message for message in caplog.messages)
     assert not manifest_problems(tmp_path / "checkpoint-4")
 
 
-def test_a_disk_without_room_for_what_is_fetched_is_an_error_before_it(memory, target, tmp_path, monkeypatch):
-    memory_run(tmp_path / "run", target).train()
+def test_a_disk_without_room_for_what_is_fetched_is_an_error_before_it(memory, checkpoints, tmp_path, monkeypatch):
+    upload_checkpoint(checkpoints[1], MEMORY)
     usage = shutil.disk_usage(tmp_path)._replace(free=2**20)
-    monkeypatch.setattr(dflash_hf.checkpointing.shutil, "disk_usage", lambda folder: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
     with pytest.raises(DiskSpaceError):
         fetch_checkpoint(f"{MEMORY}/checkpoint-4", tmp_path / "other")
     assert not list((tmp_path / "other").iterdir())

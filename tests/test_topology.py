@@ -5,56 +5,47 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import refused
 
 from dflash_hf.topology import LAYOUTS, check_world_size, local_world_size, place, planned_placements
 
 
-def indices(placement) -> tuple[int, list[int]]:
-    return placement.drafter.index, [device.index for device in placement.target]
+@pytest.mark.parametrize(
+    ("rank", "ranks", "num_visible", "layout", "drafter", "target"),
+    [
+        (3, 4, 8, "paired", 3, [7]),
+        (1, 2, 4, "auto", 1, [3]),
+        (1, 2, 2, "auto", 1, [1]),
+        (0, 1, 2, "auto", 0, [1]),
+        (0, 1, 2, "shared", 0, [0]),
+        (1, 2, 6, "spread", 1, [4, 5]),
+        (0, 1, 4, "spread", 0, [1, 2, 3]),
+    ],
+)
+def test_d4_devices_of_a_rank(rank, ranks, num_visible, layout, drafter, target):
+    placement = place(rank, ranks, num_visible, layout)
+    assert placement.drafter.index == drafter and [device.index for device in placement.target] == target
 
 
 @pytest.mark.parametrize(
-    ("local_rank", "local_world_size", "num_visible", "layout", "expected"),
+    ("arguments", "names"),
     [
-        (0, 4, 8, "paired", (0, [4])),
-        (3, 4, 8, "paired", (3, [7])),
-        (0, 2, 4, "auto", (0, [2])),
-        (1, 2, 4, "auto", (1, [3])),
-        (1, 2, 2, "auto", (1, [1])),
-        (0, 1, 1, "auto", (0, [0])),
-        (0, 1, 2, "auto", (0, [1])),
-        (0, 1, 2, "shared", (0, [0])),
-        (0, 2, 6, "spread", (0, [2, 3])),
-        (1, 2, 6, "spread", (1, [4, 5])),
-        (0, 1, 4, "spread", (0, [1, 2, 3])),
+        ((0, 2, 3, "auto"), ("2 processes", "3 GPUs", "--num_processes 1")),
+        ((0, 2, 3, "paired"), ("2 processes", "3 GPUs", "--num_processes 1")),
+        ((0, 2, 5, "spread"), ("3 GPUs", "4 of the 5", "CUDA_VISIBLE_DEVICES")),
+        ((2, 2, 4), ("rank 2",)),
+        ((0, 1, 1, "split"), ("target_layout", "split", "spread")),
     ],
 )
-def test_d4_devices_of_a_rank(local_rank, local_world_size, num_visible, layout, expected):
-    assert indices(place(local_rank, local_world_size, num_visible, layout)) == expected
-
-
-@pytest.mark.parametrize("layout", ["auto", "paired"])
-def test_d4_three_gpus_do_not_make_two_pairs(layout):
-    with pytest.raises(ValueError, match=r"2 processes see 3 GPUs.*--num_processes 1 for 1 pair of GPUs"):
-        place(0, 2, 3, layout)
-
-
-def test_gpus_that_cannot_be_dealt_out_are_refused():
-    with pytest.raises(ValueError, match=r"3 GPUs are left.*Make 4 of the 5 GPUs visible"):
-        place(0, 2, 5, "spread")
-
-
-@pytest.mark.parametrize("values", [(2, 2, 4), (-1, 2, 4), (0, 0, 4), (0, 1, -1)])
-def test_impossible_ranks_are_refused(values):
-    with pytest.raises(ValueError, match="is no process"):
-        place(*values)
+def test_d4_three_gpus_do_not_make_two_pairs(arguments, names):
+    with refused(ValueError, *names):
+        place(*arguments)
 
 
 @pytest.mark.parametrize(
     ("num_gpus", "layout", "expected"),
     [
         (1, "auto", [("shared", 0, [0])]),
-        (2, "auto", [("paired", 0, [1])]),
         (4, "paired", [("paired", 0, [2]), ("paired", 1, [3])]),
         (3, "spread", [("spread", 0, [1, 2])]),
         (2, "shared", [("shared", 0, [0]), ("shared", 1, [1])]),
@@ -65,17 +56,11 @@ def test_a_machine_that_is_not_here_is_planned(num_gpus, layout, expected):
     assert [(p.layout, p.drafter.index, [d.index for d in p.target]) for p in planned] == expected
 
 
-def test_unknown_layouts_are_refused():
-    with pytest.raises(ValueError, match="'split', expected one of auto"):
-        place(0, 1, 1, "split")
-
-
 @given(local_world_size=st.integers(1, 16), num_visible=st.integers(0, 16), layout=st.sampled_from(LAYOUTS))
 def test_every_count_gives_disjoint_devices_or_an_error(local_world_size, num_visible, layout):
     try:
         placements = [place(rank, local_world_size, num_visible, layout) for rank in range(local_world_size)]
-    except ValueError as error:
-        assert str(num_visible) in str(error)
+    except ValueError:
         fits = {
             "shared": num_visible >= local_world_size,
             "paired": num_visible >= 2 * local_world_size,
@@ -100,7 +85,7 @@ def test_every_count_gives_disjoint_devices_or_an_error(local_world_size, num_vi
 
 def test_two_silent_single_runs_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"started 2 processes, but this one is in a group of 1:.*--use_cpu true"):
+    with refused(ValueError, 2, 1, "--use_cpu"):
         check_world_size(1)
     check_world_size(2)
 

@@ -201,3 +201,22 @@ def tiny_drafter(target: PreTrainedModel, seed: int = 0, **fields) -> DFlashDraf
     if "target_layer_ids" in given:
         given.pop("num_taps")
     return DFlashDraftModel(DFlashDraftConfig.from_target_config(target.config, **given))
+
+
+def chat(*contents: str, **extra) -> dict:
+    """A row whose user and assistant say `contents` in turn, with further fields."""
+    roles = ["user", "assistant"] * len(contents)
+    return {"messages": [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)], **extra}
+
+
+def json_lines(rows) -> bytes:
+    """Rows as a file of JSON lines."""
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def supervised_texts(documents, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """The supervised text of each document, its spans joined."""
+    return [
+        "".join(tokenizer.decode(row["input_ids"][start:stop]) for start, stop in row["supervised_spans"])
+        for row in documents
+    ]

@@ -85,8 +85,7 @@ Reports = dict[str, AcceptanceReport]  # by kind of chats, "seen" in training an
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    given = parse_config((DemoArguments, DFlashTrainingArguments), argv, HERE / "config.yaml", __doc__.split("\n")[0])
-    demo, args = given
+    demo, args = parse_config((DemoArguments, DFlashTrainingArguments), argv, HERE / "config.yaml")
     start = time.time()
     stage = Stage(demo, args)
     # Early, so that what cannot be read or continued is refused before minutes of work.

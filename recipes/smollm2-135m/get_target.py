@@ -154,8 +154,8 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
     end_of_turn = tokenizer.convert_tokens_to_ids(END_OF_TURN)
     if tokenizer.chat_template is None or tokenizer.eos_token_id != end_of_turn:
         raise RuntimeError(
-            f"The tokenizer of {MODEL_ID} should have a chat template and {END_OF_TURN!r} as its end-of-sequence token "
-            f"(it is {tokenizer.eos_token!r}): answers would not stop. Give a folder instead."
+            f"The tokenizer of {MODEL_ID} should have a chat template and {END_OF_TURN!r} to end answers "
+            f"(it has {tokenizer.eos_token!r}), else answers would not stop. Give a folder instead."
         )
     model.generation_config.eos_token_id = [end_of_turn]
     model.save_pretrained(folder)

@@ -13,7 +13,7 @@ The package is reached through what stays: `dflash_hf.__all__`, `dflash_hf.gener
 configurations as on the Hub are those of the other tests.
 
 Not recorded: the bytes of files and weights. That a run killed and resumed ends in those of a run left alone is held
-by two runs of the same code, in `test_kills.py` and in `test_tokenize_job.py` (`TestResume`). Floats survive another
+by two runs of the same code, in `test_resuming.py` and in `test_tokenizing.py`. Floats survive another
 order of sums (checked with `ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2`, with `default` for both, and with
 weights changed by 1e-6 of themselves). Another release of torch may draw other random numbers; that is no change of
 the package, and a reason to record anew.
@@ -47,8 +47,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE.parent))
 
-from published import PUBLISHED, small, write_folder  # noqa: E402 (in tests/, which is no package)
-from test_validation import CONFIG, EXAMPLES, GOOD, UNREADABLE, write, zlab_tensors  # noqa: E402
+from examples import CONFIG, EXAMPLES, GOOD, UNREADABLE, unreadable, write, zlab_tensors  # noqa: E402 (in tests/)
+from published import PUBLISHED, small, write_folder  # noqa: E402
 from tiny import MASK_TOKEN_ID, byte_tokenizer, dense_target, hybrid_target, llama_target  # noqa: E402
 
 from dflash_hf import (  # noqa: E402
@@ -191,14 +191,19 @@ COUNTED_STEPS = 3
 TIMED = re.compile("time|per_second|seconds|train_loss|total_flos|memory|target_|drafter_|wait|share|epoch")
 
 
+def all_figures(trainer: Any, shown: dict[str, float]) -> dict[str, float]:
+    """Those of an evaluation that are shown, and the details that only the state's log has."""
+    return shown | trainer.state.log_history[-1]["details"]
+
+
 def twenty_steps(
     folder: Path, target: Any, documents: list | None = None, counted_steps: int = COUNTED_STEPS, **arguments: Any
 ) -> dict[str, Any]:
     trainer = make_trainer(folder, target, documents=documents, **arguments)
-    evaluation = trainer.evaluate()
+    evaluation = all_figures(trainer, trainer.evaluate())
     before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
     trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    logs = [{**entry, **entry["details"]} for entry in trainer.state.log_history if "loss" in entry]
     return {
         "evaluation before": {name: value for name, value in evaluation.items() if not TIMED.search(name)},
         "steps": [
@@ -207,7 +212,7 @@ def twenty_steps(
         "metrics": [{name: entry[name] for name in COUNTED} for entry in logs[:counted_steps]],
         "evaluation after": {
             name: value
-            for name, value in trainer.evaluate().items()
+            for name, value in all_figures(trainer, trainer.evaluate()).items()
             if name == "eval_loss" or (counted_steps == 20 and not TIMED.search(name))
         },
         # How far each parameter went. Muon's matrices go by roundings to bfloat16.
@@ -379,9 +384,8 @@ def example_folders(folder: Path) -> Iterator[tuple[str, Path]]:
         yield f"good: {name}", write(folder / f"good-{k}", config, zlab_tensors(**tensors))
     for name, config in PUBLISHED.items():
         yield f"published: {name}", write_folder(folder / f"published-{name}", small(config))
-    for spoil in UNREADABLE:
-        path = write(folder / f"unreadable-{spoil.__name__}", CONFIG, zlab_tensors())
-        yield f"unreadable: {spoil.__name__}", spoil(path) or path
+    for name in UNREADABLE:
+        yield f"unreadable: {name}", unreadable(name, folder / f"unreadable-{name}")
 
 
 def flat(report: dict[str, Any]) -> dict[str, Any]:
