@@ -23,7 +23,6 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import transformers
@@ -33,13 +32,13 @@ from torch.optim import AdamW, Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3_5TextConfig, Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from dflash_hf import DataCollatorForDFlash, DFlashDraftConfig, DFlashDraftModel, FrozenTarget
 from dflash_hf.cli import parse_config
 from dflash_hf.data_collator import IGNORE_INDEX
 from dflash_hf.frozen_target import FrozenHead
-from dflash_hf.losses import DecayedCrossEntropy, DPace, Objective, drafter_loss, make_objective
+from dflash_hf.losses import DPace, drafter_loss, make_objective
 from dflash_hf.operations import Operations, batch_operations, drafter_weights, passed_weights, product_rate
 from dflash_hf.optimizers import MuonWithAdamW
 from dflash_hf.packed_targets import PackedDense
@@ -469,18 +468,16 @@ def step_side(target: FrozenTarget, drafter_step: DrafterStep) -> Side:
     return drafter_step.side("step", step, here)
 
 
-# --- Peers: the same step, weights, tokens and anchors through SpecForge 0.2.0 and speculators 0.9.0. Neither is a
-# requirement. Both draw their anchors themselves, so each gets ours by a subclass or a patch that lives as long as the
-# step. What differs is left as it is: SpecForge trains bf16 weights, speculators fp32 ones under autocast; both
-# multiply the anchors' own slots with the head; speculators computes the target's logits for its labels and keeps all.
+# --- A peer: the same step, weights, tokens and anchors through SpecForge 0.2.0, which is no requirement. It draws its
+# anchors itself, so it gets ours by a subclass. What differs is left as it is: it trains bf16 weights, and multiplies
+# the anchors' own slots with the head.
 
 
 class PeerStep:
-    """A peer's forward and backward; `factor` makes its loss and gradients ours, where they are `comparable`."""
+    """A peer's forward and backward; `factor` makes its loss and gradients ours."""
 
     def __init__(self, model: nn.Module, frozen: nn.Module, loss: Callable[[], torch.Tensor], tensors: list[Any]):
-        self.model, self.frozen, self.loss, self.tensors = model, frozen, loss, tensors
-        self.factor, self.comparable = 1.0, True
+        self.model, self.frozen, self.loss, self.tensors, self.factor = model, frozen, loss, tensors, 1.0
 
     def __call__(self) -> torch.Tensor:
         loss = self.loss()
@@ -494,26 +491,14 @@ class PeerStep:
         return Side(name, self, trained, num_bytes([*frozen, *tensors]))
 
 
-def _plain_config(drafter: DFlashDraftModel, attention: str, **fields) -> Qwen3Config:
-    ours: Any = drafter.config
-    same = (*SIZES, "vocab_size", "rms_norm_eps", "sliding_window")
-    return Qwen3Config(
-        **{name: vars(ours)[name] for name in same},
-        layer_types=list(ours.layer_types),
-        use_sliding_window=SLIDING in ours.layer_types,
-        rope_parameters=dict(ours.rope_parameters),
-        attn_implementation=attention,
-        **fields,
-    )
-
-
 def specforge_step(ours: DrafterStep) -> PeerStep:
     """SpecForge's online DFlash model, in the type that its trainer uses on the device."""
     from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel
     from specforge.modeling.draft.dflash import DFlashDraftModel as SpecForgeDrafter
 
     own: Any = ours.drafter.config
-    batch, objective, device = ours.batch, ours.objective, ours.context.device
+    objective: Any = ours.objective
+    batch, device = ours.batch, ours.context.device
     anchors = batch["anchor_positions"]
 
     class FixedAnchors(OnlineDFlashModel):
@@ -523,7 +508,14 @@ def specforge_step(ours: DrafterStep) -> PeerStep:
     attention = "flex_attention" if device.type == "cuda" else "sdpa"
     dflash = {"mask_token_id": own.mask_token_id, "target_layer_ids": own.target_layer_ids}
     sizes = {"block_size": own.block_size, "num_target_layers": own.num_target_layers}
-    config = _plain_config(ours.drafter, attention, dflash_config=dflash, **sizes)
+    same = (*SIZES, "vocab_size", "rms_norm_eps", "sliding_window", "layer_types", "use_sliding_window")
+    config = Qwen3Config(
+        **{name: vars(own)[name] for name in same},
+        **sizes,
+        rope_parameters=dict(own.rope_parameters),
+        dflash_config=dflash,
+        attn_implementation=attention,
+    )
     with device:
         model = SpecForgeDrafter(config).train()
     model.load_state_dict(ours.drafter.state_dict())
@@ -540,7 +532,11 @@ def specforge_step(ours: DrafterStep) -> PeerStep:
         block_size=own.block_size,
         attention_backend=attention,
         num_anchors=anchors.shape[1],
-        **_objective_fields(objective, "dflash", "loss_decay_gamma", "loss_type"),
+        **(
+            {"loss_type": "dpace", "dpace_alpha": objective.alpha}
+            if isinstance(objective, DPace)
+            else {"loss_type": "dflash", "loss_decay_gamma": objective.gamma}
+        ),
     )
     inputs = (batch["input_ids"], ours.context, batch["loss_mask"])
     step = PeerStep(model, online, lambda: online(*inputs)[0], [ours.context, *batch.values()])
@@ -550,69 +546,7 @@ def specforge_step(ours: DrafterStep) -> PeerStep:
     return step
 
 
-def speculators_step(ours: DrafterStep) -> PeerStep:
-    """speculators' DFlash model, fp32 weights under autocast as its trainer has them.
-
-    Its labels are the tokens that the target's own logits favour, so the target's last hidden states are made such
-    that these are the batch's tokens. On sliding layers its window is one of its own, so losses are equal only where
-    all layers are full.
-    """
-    from speculators.losses import resolve_loss_config
-    from speculators.models.dflash import DFlashSpeculatorConfig, core
-
-    own: Any = ours.drafter.config
-    batch, head, device = ours.batch, ours.head, ours.context.device
-    cuda = device.type == "cuda"
-    attention = "simple_flex_attention" if cuda else "sdpa"
-    config = DFlashSpeculatorConfig(
-        transformer_layer_config=_plain_config(ours.drafter, attention),
-        draft_vocab_size=own.vocab_size,
-        block_size=own.block_size,
-        aux_hidden_state_layer_ids=list(own.target_layer_ids),
-        mask_token_id=own.mask_token_id,
-    )
-    config.transformer_layer_config._attn_implementation = attention
-    with torch.device("meta"):
-        model = core.DFlashDraftModel(config).train()
-    weights = {name: p.detach().clone() for name, p in ours.drafter.named_parameters()}
-    model.load_state_dict(weights, strict=False, assign=True)
-    with device:
-        model.rotary_emb = Qwen3RotaryEmbedding(config.transformer_layer_config)
-        model.verifier_norm = Qwen3RMSNorm(own.hidden_size).requires_grad_(False)
-    model.embed_tokens, model.lm_head, model.verifier_lm_head = head.embedding, head.head, head.head
-    anchors = batch["anchor_positions"][0]
-    names = ("input_ids", "loss_mask", "document_ids", "position_ids")
-    arguments = {name: batch[name] for name in names} | {
-        "hidden_states": ours.context,
-        "verifier_last_hidden_states": head.head.weight[batch["input_ids"].roll(-1, dims=1)].to(ours.context.dtype),
-        "loss_config": resolve_loss_config("ce", "fused" if cuda else "eager"),
-        "max_anchors": len(anchors),
-        "gamma": 1.0,
-        **_objective_fields(ours.objective, "fixed-exp-decay", "gamma", "per_position_loss_weight"),
-    }
-
-    def loss() -> torch.Tensor:
-        drawn = (anchors, torch.ones_like(anchors, dtype=torch.bool))
-        autocast = torch.autocast(device.type, torch.bfloat16, enabled=ours.dtype == torch.bfloat16)
-        with patch.object(core, "select_anchors", lambda *_: drawn), autocast:
-            return model(**arguments)[1]
-
-    step = PeerStep(model, model, loss, [ours.context, arguments["verifier_last_hidden_states"], *batch.values()])
-    # The sum of weighted losses is divided by the counted slots there, by the sum of weights here.
-    counted = batch["labels"][..., 1:] != IGNORE_INDEX
-    step.factor = (counted.sum() / ours.objective.normalizer(counted)).item()
-    step.comparable = SLIDING not in own.layer_types
-    return step
-
-
-def _objective_fields(objective: Objective, decayed: str, gamma: str, kind: str) -> dict[str, Any]:
-    """A peer's arguments of the objective, by its names of the decay length and of the kind."""
-    if isinstance(objective, DecayedCrossEntropy):
-        return {kind: decayed, gamma: objective.gamma}
-    return {kind: "dpace", "dpace_alpha": objective.alpha}  # type: ignore[attr-defined]
-
-
-PEERS = {"specforge": specforge_step, "speculators": speculators_step}
+PEERS = {"specforge": specforge_step}
 
 
 def compare(ours: DrafterStep, peer: PeerStep) -> dict[str, Any]:
@@ -638,7 +572,6 @@ def compare(ours: DrafterStep, peer: PeerStep) -> dict[str, Any]:
         "peer_loss": peer_loss,
         "relative_loss_difference": difference,
         "relative_gradient_differences": differences,
-        "comparable": peer.comparable,
         "equal": difference <= (2e-3 if ours.dtype == torch.bfloat16 else 1e-5) and math.isfinite(loss),
     }
 
@@ -683,9 +616,6 @@ class BenchmarkArguments:
     peers: str | None = field(default=None, metadata={"help": f"Commas between some of {', '.join(PEERS)}."})
     repeats: int = field(default=10, metadata={"help": "Timed steps, of which the median is reported."})
     warmup: int = field(default=2, metadata={"help": "Steps between the first one and those that are timed."})
-    recompile: bool = field(
-        default=True, metadata={"help": "Compile anew for every case, as training at that shape would."}
-    )
     profile: bool = field(default=False, metadata={"help": "Also list the drafter's step by kernel."})
     epoch_tokens: float = field(default=1.64e9, metadata={"help": "Tokens of an epoch, for its hours."})
     device: str | None = field(default=None, metadata={"help": "The drafter's device; a GPU if any."})
@@ -763,7 +693,7 @@ class Benchmark:
         told = {name: value for name, value in more.items() if isinstance(value, float)}
         comparison = more.get("comparison")
         if comparison is not None:
-            told |= {name: comparison[name] for name in ("loss", "peer_loss", "equal", "comparable")}
+            told |= {name: comparison[name] for name in ("loss", "peer_loss", "equal")}
         said = "".join(f", {name} {value:.6g}" for name, value in told.items())
         print(f"{case!s:>10} {part}: {row['seconds']:.4g} s, {tokens:,.0f} tokens/s{said}", flush=True)
         self.write()
@@ -800,8 +730,8 @@ class Benchmark:
 
     def drafter_part(self, case: Case, drafter: DFlashDraftModel, head: FrozenHead) -> None:
         """Time the drafter's step of one case in turns with the peers', then with optimizers."""
-        if self.args.recompile:
-            torch.compiler.reset()
+        # Compiled anew for every case, as training at that shape would be.
+        torch.compiler.reset()
         ours = self.drafter_step(drafter, head, case)
         work = step_operations(drafter, ours.batch).drafter
         peers = {name: PEERS[name](ours) for name in words(self.args.peers)}
@@ -811,7 +741,7 @@ class Benchmark:
         for name, comparison in equal.items():
             ratio = measured["drafter"]["seconds"] / measured[name]["seconds"]
             self.add(case, name, measured[name], work, comparison=comparison, drafter_time_over_this=ratio)
-            if comparison["comparable"] and not comparison["equal"]:
+            if not comparison["equal"]:
                 raise ValueError(f"{name} computes another loss for the same work, so its time compares nothing.")
         if self.args.profile:
             print(profile(ours.side("drafter"), self.device))
@@ -839,8 +769,7 @@ class Benchmark:
             drafter = make_drafter(self.shape, self.device, self.args.full_attention)
             head = FrozenHead(target.model, self.device)
             for case in self.cases:
-                if self.args.recompile:
-                    torch.compiler.reset()
+                torch.compiler.reset()
                 step = self.drafter_step(drafter, head, case, (words(self.args.optimizer) or ["adamw"])[0])
                 work = step_operations(drafter, step.batch, target)
                 measured = self.measure([step_side(target, step)])["step"]

@@ -390,7 +390,7 @@ def test_specforges_step_is_the_same_work(objective):
     ours = benchmark.DrafterStep(drafter, head, args, batch, torch.randn(1, 128, 2 * 64), mixed_precision=False)
     peer = benchmark.PEERS["specforge"](ours)
     found = benchmark.compare(ours, peer)
-    assert found["comparable"] and found["equal"]
+    assert found["equal"]
     assert max(found["relative_gradient_differences"].values()) < 1e-4
     with torch.no_grad():
         drafter.layers[0].mlp.down_proj.weight.mul_(1.01)
