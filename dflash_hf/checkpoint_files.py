@@ -67,7 +67,7 @@ def refuse_adapter(folder: str | Path) -> None:
 def merging_advice(folder: str | Path) -> str:
     """How to make a drafter of an adapter."""
     merged = Path(folder, "merged")
-    left = f" {merged} is one, as recipes/adapt_drafter.py leaves it." if merged.is_dir() else ""
+    left = f" {merged} is one, as dflash-hf adapt leaves it." if merged.is_dir() else ""
     return (
         f"Give the folder of the merged drafter.{left} To make one: "
         f"dflash_hf.adapters.merge_adapter({str(folder)!r}).save_pretrained(NEW_FOLDER, dtype=torch.bfloat16)."

@@ -100,6 +100,7 @@ def parse_config(
     argv: Sequence[str] | None = None,
     default_config: str | Path | None = None,
     description: str | None = None,
+    prog: str | None = None,
 ) -> tuple[Any, ...]:
     """Read `--config FILE.yaml --field value ...` into one instance of each dataclass.
 
@@ -109,6 +110,7 @@ def parse_config(
             ends the process with exit status 2.
         default_config: The YAML file to read where `--config` is not given.
         description: The text above the options in `--help`.
+        prog: The program's name in messages; by default its file's.
 
     Raises:
         ValueError: With `argv` given: an unknown name, a wrong type, a required field left out, a file that is not a
@@ -116,7 +118,7 @@ def parse_config(
         OSError: With `argv` given: the config file cannot be read.
     """
     classes = (dataclass_types,) if isinstance(dataclass_types, type) else tuple(dataclass_types)
-    parser = ConfigArgumentParser(classes, default_config=default_config, description=description)
+    parser = ConfigArgumentParser(classes, default_config=default_config, description=description, prog=prog)
     try:
         return parser.parse_config(sys.argv[1:] if argv is None else argv)
     except (ValueError, OSError) as error:
@@ -129,9 +131,17 @@ def parse_config(
 class ConfigArgumentParser(HfArgumentParser):
     """`HfArgumentParser` with a `--config` file of defaults, no abbreviations, and ValueError for every error."""
 
-    def __init__(self, dataclass_types: Iterable[Any], default_config: Any = None, description: str | None = None):
+    def __init__(
+        self,
+        dataclass_types: Iterable[Any],
+        default_config: Any = None,
+        description: str | None = None,
+        prog: str | None = None,
+    ):
         usage = "%(prog)s [--config FILE.yaml] [--field value ...]"
-        super().__init__(dataclass_types, description=description, usage=usage, allow_abbrev=False, add_help=False)
+        super().__init__(
+            dataclass_types, prog=prog, description=description, usage=usage, allow_abbrev=False, add_help=False
+        )
         fields = [field for cls in self.dataclass_types for field in dataclasses.fields(cls) if field.init]
         self.fields = {field.name: field for field in fields}
         self.hints = {name: hint for cls in self.dataclass_types for name, hint in get_type_hints(cls).items()}

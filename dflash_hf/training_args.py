@@ -34,6 +34,10 @@ LEARNING_ARGUMENTS = (
     *("slot_weights", "loss_temperature", "cross_entropy_share"),
     *("bf16", "fp16", "tf32", "ignore_data_skip", "target_model_init_kwargs"),
 )
+# What names an objective, itself first, and its settings.
+OBJECTIVE_ARGUMENTS = (
+    *("objective", "loss_gamma", "dpace_alpha", "slot_weights", "loss_temperature", "cross_entropy_share"),
+)
 PLAIN_ADAMW = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
 FINITE = sys.float_info.max
 # (names, smallest value, largest value, both in words); nan is outside of all.
@@ -197,10 +201,11 @@ class DFlashTrainingArguments(TrainingArguments):
             Train on documents that another chat template has written than the tokenizer's, with a warning.
         context_noise (`float`, *optional*, defaults to 0.05):
             Half-width of the uniform noise on the target's hidden states in training; 0 switches it off.
-        objective (`str`, *optional*, defaults to `"cross_entropy"`):
+        objective (`str`, *optional*):
             `"cross_entropy"` (the paper's decayed cross-entropy), `"dpace"`, or one that compares with the target's
             distribution, for which all of the target's layers run: `"kl"`, `"total_variation"`, `"lk"`,
-            `"lk_hybrid"`, `"expected_acceptance"`.
+            `"lk_hybrid"`, `"expected_acceptance"`. By default that of the drafter to continue, where its folder
+            records one, and `"cross_entropy"` for a new one.
         loss_gamma (`float`, *optional*):
             Decay length in slots of `"cross_entropy"`; `min(block_size / 2, 7)` by default.
         dpace_alpha (`float`, *optional*, defaults to 0.5):
@@ -266,7 +271,7 @@ class DFlashTrainingArguments(TrainingArguments):
     enable_thinking: bool | None = None
     allow_other_template: bool = False
     context_noise: float = 0.05
-    objective: str = field(default="cross_entropy", metadata={"choices": [*OBJECTIVES]})
+    objective: str = field(default=None, metadata={"choices": [*OBJECTIVES]})  # type: ignore[assignment]
     loss_gamma: float | None = None
     dpace_alpha: float = 0.5
     slot_weights: str | None = None
@@ -312,6 +317,8 @@ class DFlashTrainingArguments(TrainingArguments):
         self.cpu_for_want_of_gpu = not self.use_cpu and not torch.accelerator.is_available()
         self.use_cpu = self.use_cpu or self.cpu_for_want_of_gpu
         check_before(self)
+        self.objective_given = self.objective is not None
+        self.objective = self.objective or "cross_entropy"
         super().__post_init__()
         if self.device.type == "cpu":
             # Pinned memory speeds up copies to an accelerator; without one, torch warns at every dataloader.
@@ -352,6 +359,14 @@ class DFlashTrainingArguments(TrainingArguments):
                 "compile_layers=True and torch_compile=True (or the launcher's dynamo_backend) contradict each other: "
                 "one compiles the layers one by one, the other the whole drafter."
             )
+
+    def take_objective(self, recipe: dict[str, Any]) -> None:
+        """Take the objective of an earlier run's recipe, but for its settings that these arguments have changed."""
+        self.objective = recipe.get("objective", "cross_entropy")
+        for name in OBJECTIVE_ARGUMENTS[1:]:
+            if name in recipe and vars(self)[name] == vars(DFlashTrainingArguments)[name]:
+                setattr(self, name, recipe[name])
+        self._check_weights()
 
     def _check_weights(self) -> None:
         """Weights of slots that the objective uses, and settings in their ranges."""

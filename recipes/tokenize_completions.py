@@ -100,7 +100,7 @@ def report(arguments: TokenizeArguments, tokenizer: PreTrainedTokenizerBase, man
             )
     print(
         f"The documents are in {arguments.output}; next: recipes/train_qwen36.py --completions {arguments.output}, or "
-        f"recipes/adapt_drafter.py --documents {arguments.output} for a drafter that there is"
+        f"dflash-hf adapt --documents {arguments.output} for a drafter that there is"
     )
 
 

@@ -32,8 +32,9 @@ from dflash_hf.frozen_target import FrozenTarget, random_target, read_target_con
 from dflash_hf.losses import compares_distributions
 from dflash_hf.planning import RanksCallback, check_memory, check_ranks, make_plan, preflight
 from dflash_hf.prefetch import place_target, placements
+from dflash_hf.publishing import check_push
 from dflash_hf.topology import planned_placements
-from dflash_hf.trainer import documents_reader
+from dflash_hf.trainer import documents_reader, settle_objective
 from dflash_hf.training_args import check_scripted
 from dflash_hf.writing import check_writable
 
@@ -99,6 +100,9 @@ def main() -> None:
         check_scripted(args, recipe.eval_completions is not None)
         resumed_checkpoint(args)
         check_shape(recipe)
+        settle_objective(args, recipe.drafter)
+        if not recipe.dry_run:
+            check_push(args)
         if planned_gpus(recipe) is None:
             placements(args)  # stops at once where the layout does not fit the GPUs
             if recipe.compare_ranks_steps:
