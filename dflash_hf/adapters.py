@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Low-rank adapters of a drafter, by peft: trained beside frozen weights, saved alone, merged.
 
-peft says what it cannot adapt. Here is refused what would be silent: an adapter upon other weights than its own, one
+peft says what it cannot adapt. What would be silent is refused here: an adapter on other weights than its own, one
 that lacks tensors, and one that could never be loaded again.
 """
 
@@ -37,7 +37,7 @@ class DrafterAdapter(PeftModel):
     """A drafter with an adapter; `merge_and_unload` gives the plain drafter, `save_pretrained` writes the adapter."""
 
     def merge_and_unload(self, *args: Any, **kwargs: Any) -> DFlashDraftModel:
-        """The plain drafter, which has no name until it is saved: the weights under that of the base are others."""
+        """The plain drafter, which has no name until it is saved: other weights lie under the base's name."""
         merged = self.base_model.merge_and_unload(*args, **kwargs)  # type: ignore[operator]
         merged.name_or_path = merged.config.name_or_path = ""
         return merged
@@ -45,8 +45,8 @@ class DrafterAdapter(PeftModel):
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:  # type: ignore[override]
         """Refused: servers load whole drafters, and the name of an adapter's base may be a local path."""
         raise ValueError(
-            f"{repo_id} would get an adapter alone, which no server loads. Push the merged drafter: `recipes/"
-            "publish.py --drafter FOLDER_OF_THE_ADAPTER`, or push_to_hub of merge_adapter(folder) or of the trainer."
+            f"{repo_id} would get an adapter alone, which no server loads. Push the merged drafter, by `dflash-hf "
+            "publish --drafter FOLDER_OF_THE_ADAPTER` or by push_to_hub of merge_adapter(folder) or of the trainer."
         )
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:  # type: ignore[override]
@@ -73,20 +73,23 @@ def lora_config(rank: int = 16, alpha: int | None = None, **kwargs: Any) -> Lora
     return LoraConfig(r=rank, lora_alpha=2 * rank if alpha is None else alpha, **kwargs)
 
 
+# --- Making an adapter.
+
+
 def check_adapter(drafter: Any, peft_config: Any) -> None:
     """Refuse an adapter that the drafter cannot take, that could not be loaded again, or that does nothing in part."""
     if not isinstance(peft_config, PeftConfig):
         raise ValueError(f"peft_config is a {type(peft_config).__name__}; give one of peft, such as lora_config(16).")
     if isinstance(drafter, PeftModel) or any(isinstance(module, BaseTunerLayer) for module in drafter.modules()):
         raise ValueError(
-            "peft_config was given for a drafter that has an adapter already. To train that one, leave peft_config "
-            "out; to put another on top, merge it first (merge_adapter), save that drafter and load it from there."
+            "peft_config was given for a drafter that already has an adapter. Leave peft_config out to train that "
+            "one, or merge it (merge_adapter), save that drafter and load it from there."
         )
     name = drafter.config.name_or_path
     if not name or (Path(name) / ADAPTER_CONFIG).is_file():
         raise ValueError(
-            "peft_config was given for a drafter that has no name: an adapter is saved without its base, so it could "
-            "never be loaded again. Save the drafter (save_pretrained) and load it from there (from_pretrained)."
+            "peft_config was given for a drafter without a name, so its adapter could never be loaded again. Save the "
+            "drafter (save_pretrained) and load it from there (from_pretrained)."
         )
     if isinstance(peft_config, LoraConfig):
         _try_out(drafter, _completed(peft_config))
@@ -113,7 +116,7 @@ def _try_out(drafter: DFlashDraftModel, config: Any) -> None:
             f"drafter: {error} Its matrices are {list(TARGET_MODULES)}, or paths such as layers.0.self_attn.q_proj."
         ) from error
     if not config.lora_alpha > 0:
-        raise ValueError(f"lora_alpha is {config.lora_alpha}; expected more than 0: the update would count nothing.")
+        raise ValueError(f"lora_alpha must be above 0, and is {config.lora_alpha}: lora_alpha / r scales the update.")
     # Beside a name that it finds, peft passes over one that it does not.
     targets = [] if isinstance(config.target_modules, str) else config.target_modules
     matrices: Any = adapter.base_model.targeted_module_names
@@ -121,7 +124,7 @@ def _try_out(drafter: DFlashDraftModel, config: Any) -> None:
     modules = [name for name, _ in drafter.named_modules()]
     unknown += [name for name in config.modules_to_save or [] if not _is_among(modules, name)]
     if unknown:
-        raise ValueError(f"peft_config names {unknown}, which the drafter does not have. Leave them out.")
+        raise ValueError(f"peft_config names {unknown}, which the drafter does not have.")
 
 
 def _is_among(modules: Iterable[str], name: str) -> bool:
@@ -140,6 +143,14 @@ def add_adapter(drafter: DFlashDraftModel, peft_config: PeftConfig, seed: int = 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return DrafterAdapter(drafter, peft_config)
+
+
+def merged_copy(adapter: PeftModel) -> DFlashDraftModel:
+    """The merged drafter in fp32 on the CPU, while the adapter goes on training."""
+    return copy.deepcopy(adapter).cpu().float().merge_and_unload()  # type: ignore[operator]
+
+
+# --- Loading an adapter onto the weights that it was trained beside.
 
 
 def load_adapter(
@@ -161,22 +172,20 @@ def load_adapter(
     """
     folder = Path(folder)
     if not (folder / ADAPTER_CONFIG).is_file():
-        raise ValueError(
-            f"{folder} has no {ADAPTER_CONFIG}: expected a folder that DFlashTrainer(peft_config=...) saved. A whole "
-            "drafter is loaded by DFlashDraftModel.from_pretrained."
-        )
+        raise ValueError(f"{folder} has no {ADAPTER_CONFIG}: expected a folder of DFlashTrainer(peft_config=...).")
     try:
         config = PeftConfig.from_pretrained(str(folder))
     # peft makes a class of what is there and checks nothing.
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{folder / ADAPTER_CONFIG} is no adapter's configuration ({error}). Copy it again."
+            f"{folder / ADAPTER_CONFIG} does not describe an adapter ({error}). Copy it again."
         ) from error
     name, revision = (config.base_model_name_or_path, config.revision) if base is None else (base, None)
+    # The name of a folder that is gone may be somebody else's repository.
     if base is None and revision is None and not (name and Path(name).is_dir()):
         raise ValueError(
-            f"The adapter {folder} was trained for the drafter {name}, which is no folder here (working directory: "
-            f"{Path.cwd()}). Give the drafter as base (--base of recipes/publish.py)."
+            f"The adapter {folder} was trained for the drafter {name}, which is not a folder here (working directory: "
+            f"{Path.cwd()}). Give the drafter as base (--base of dflash-hf publish)."
         )
     drafter = DFlashDraftModel.from_pretrained(name, dtype=dtype, revision=revision)
     config.inference_mode = not is_trainable
@@ -184,44 +193,6 @@ def load_adapter(
     _check_weights(folder, adapter, str(name))
     adapter.load_adapter(str(folder), adapter.active_adapter, is_trainable=is_trainable)
     return adapter
-
-
-def _check_weights(folder: Path, adapter: PeftModel, base: str) -> None:
-    """Refuse a folder with the weights of another adapter, or of one that was trained beside another base."""
-    try:
-        saved = {name: shape for name, (_, shape) in file_headers(folder / ADAPTER_WEIGHTS).items()}
-    except FileNotFoundError:
-        raise ValueError(f"{folder} has no {ADAPTER_WEIGHTS}, the adapter's weights. Copy it again.") from None
-    held = get_peft_model_state_dict(adapter, save_embedding_layers=False)
-    expected = {name: tuple(tensor.shape) for name, tensor in held.items()}
-    # What peft does not find it leaves as a new adapter is, which changes nothing.
-    if different := sorted(dict(saved.items() ^ expected.items())):
-        raise ValueError(
-            f"{folder / ADAPTER_WEIGHTS} is not of the adapter that its {ADAPTER_CONFIG} describes: {len(different)} "
-            f"tensors are missing, unknown or of another shape, such as {', '.join(different[:2])}. Copy it again. "
-            f"If {base} is another drafter: Give the drafter that it was trained for as base."
-        )
-    record = folder / BASE_RECORD
-    # Earlier versions wrote none.
-    if record.is_file() and base_digest(adapter) not in record.read_text(encoding="utf-8"):
-        raise ValueError(
-            f"The adapter {folder} was trained beside other weights than those of {base}, and makes no drafter of "
-            "them. Give the drafter that it was trained for as base."
-        )
-
-
-def base_digest(adapter: PeftModel) -> str:
-    """Hash of the ends of each tensor of an adapter's base, the same in every type that it may be held in."""
-    base, digest = adapter.get_base_model(), hashlib.sha256()
-    own = expected_tensors(vars(base.config))
-    for name, tensor in base.state_dict().items():
-        name = name.replace(".base_layer", "").replace(".original_module", "")
-        # The others are the adapter's.
-        if name in own:
-            flat = tensor.detach().reshape(-1)
-            ends = torch.cat([flat[:8], flat[-8:]]).to("cpu", torch.bfloat16).float()
-            digest.update(f"{name} {tuple(tensor.shape)}".encode() + ends.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def merge_adapter(folder: str | Path, base: str | Path | None = None) -> DFlashDraftModel:
@@ -233,11 +204,6 @@ def merge_adapter(folder: str | Path, base: str | Path | None = None) -> DFlashD
     # What the run wrote of itself lies there; a card tells that, not what is told of the base.
     merged.name_or_path = merged.config.name_or_path = str(folder)
     return merged
-
-
-def merged_copy(adapter: PeftModel) -> DFlashDraftModel:
-    """The merged drafter in fp32 on the CPU, while the adapter goes on training."""
-    return copy.deepcopy(adapter).cpu().float().merge_and_unload()  # type: ignore[operator]
 
 
 def check_adapter_checkpoint(folder: Path, model: torch.nn.Module) -> None:
@@ -255,8 +221,43 @@ def check_adapter_checkpoint(folder: Path, model: torch.nn.Module) -> None:
         for config in (saved, own):
             config["target_modules"] = sorted(config.get("target_modules") or [])
         names = ("base_model_name_or_path", "revision", "peft_type", "r", "lora_alpha", "target_modules")
-        changed = [name for name in names if saved.get(name) != own.get(name)]
+        changed = [f"{k} {saved.get(k)} there and {own.get(k)} here" for k in names if saved.get(k) != own.get(k)]
         if changed:
-            differences = ", ".join(f"{name} {saved.get(name)} there and {own.get(name)} here" for name in changed)
-            raise ValueError(f"The checkpoint {folder} is of another adapter: {differences}. Resume it as it was.")
+            raise ValueError(f"The checkpoint {folder} is of another adapter: {', '.join(changed)}.")
         _check_weights(folder, model, str(own["base_model_name_or_path"]))
+
+
+def _check_weights(folder: Path, adapter: PeftModel, base: str) -> None:
+    """Refuse a folder with the weights of another adapter, or of one that was trained beside another base."""
+    path, record = folder / ADAPTER_WEIGHTS, folder / BASE_RECORD
+    if not path.is_file():
+        raise ValueError(f"{path}, the adapter's weights, is missing. Copy it again.")
+    saved = {name: shape for name, (_, shape) in file_headers(path).items()}
+    held = get_peft_model_state_dict(adapter, save_embedding_layers=False)
+    expected = {name: tuple(tensor.shape) for name, tensor in held.items()}
+    # What peft does not find it leaves as a new adapter is, which changes nothing.
+    if different := sorted(dict(saved.items() ^ expected.items())):
+        raise ValueError(
+            f"{path} is not of the adapter that its {ADAPTER_CONFIG} describes for {base}: {len(different)} tensors "
+            f"are missing, unknown or of another shape ({', '.join(different[:2])}). Copy it again, or give its base."
+        )
+    # Earlier versions wrote none.
+    if record.is_file() and base_digest(adapter) not in record.read_text(encoding="utf-8"):
+        raise ValueError(
+            f"The adapter {folder} was trained beside other weights than those of {base}, and applying it there "
+            "produces garbage. Give the drafter that it was trained for as base."
+        )
+
+
+def base_digest(adapter: PeftModel) -> str:
+    """Hash of the ends of each tensor of an adapter's base, the same in every type that it may be held in."""
+    base, digest = adapter.get_base_model(), hashlib.sha256()
+    own = expected_tensors(vars(base.config))
+    for name, tensor in base.state_dict().items():
+        name = name.replace(".base_layer", "").replace(".original_module", "")
+        # The others are the adapter's.
+        if name in own:
+            flat = tensor.detach().reshape(-1)
+            ends = torch.cat([flat[:8], flat[-8:]]).to("cpu", torch.bfloat16).float()
+            digest.update(f"{name} {tuple(tensor.shape)}".encode() + ends.numpy().tobytes())
+    return digest.hexdigest()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuing a drafter: from a published one with named changes, or some of its modules."""
+"""Continuing a drafter: which part of it is trained, named changes of its shape, and whether it fits its target."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from .frozen_target import FrozenTarget
 from .modeling_dflash import DFlashDraftModel
 
 
-# --- Which part of a drafter is trained: all of it, some of its modules, or an adapter.
-
-
 logger = logging.get_logger(__name__)
+
+
+# --- Which part of a drafter is trained: all of it, some modules, or an adapter (adapters.py, which needs peft).
 
 
 def check_part(drafter: Any, peft_config: Any, trainable_modules: Sequence[str] | None) -> None:
@@ -31,29 +31,23 @@ def check_part(drafter: Any, peft_config: Any, trainable_modules: Sequence[str] 
     """
     if peft_config is not None and trainable_modules is not None:
         raise ValueError(
-            f"peft_config and trainable_modules={trainable_modules} were both given: an adapter freezes the drafter "
-            "itself. Leave one out, or name the modules in modules_to_save of peft_config."
+            f"peft_config and trainable_modules={trainable_modules} exclude each other, since an adapter freezes the "
+            "drafter. Give one of them, or name the modules in modules_to_save of peft_config."
         )
     if peft_config is not None:
         from .adapters import check_adapter
 
         check_adapter(drafter, peft_config)
     elif trainable_modules is not None:
-        _check_modules(drafter, trainable_modules)
-
-
-def _check_modules(drafter: nn.Module, trainable_modules: Sequence[str]) -> None:
-    if isinstance(trainable_modules, str):
-        raise ValueError(f"trainable_modules={trainable_modules!r} is a text: give a list, [{trainable_modules!r}].")
-    names = [name for name, _ in drafter.named_parameters()]
-    unknown = [module for module in trainable_modules if not any(_is_in(name, [module]) for name in names)]
-    if unknown or not trainable_modules:
-        # "layers.1" of "layers.1.mlp.up_proj.weight", "fc" of "fc.weight"
-        parts = dict.fromkeys(".".join(name.split(".")[: 1 + name.startswith("layers.")]) for name in names)
-        raise ValueError(
-            f"trainable_modules={list(trainable_modules)}: the drafter has no {unknown or 'modules that you name'}. "
-            f"Give some of {list(parts)}, or parts of them."
-        )
+        names = [name for name, _ in drafter.named_parameters()]
+        unknown = [module for module in trainable_modules if not any(_is_in(name, [module]) for name in names)]
+        if unknown or not trainable_modules:
+            # "layers.1" of "layers.1.mlp.up_proj.weight", "fc" of "fc.weight"
+            parts = dict.fromkeys(".".join(name.split(".")[: 1 + name.startswith("layers.")]) for name in names)
+            raise ValueError(
+                f"trainable_modules names {unknown}, which the drafter does not have. Give a list of {list(parts)}, "
+                "or of parts of them."
+            )
 
 
 def _is_in(name: str, modules: Sequence[str]) -> bool:
@@ -108,7 +102,7 @@ def check_resumed_part(folder: Path | None, model: Any) -> None:
         check_adapter_checkpoint(folder, model)
 
 
-# --- Continuing from a published drafter: named changes of its block size, window and taps, and what must hold first.
+# --- Named changes of a published drafter's block size, window and taps.
 
 
 def adapt(
@@ -119,6 +113,9 @@ def adapt(
     target_layer_ids: Sequence[int] | None = None,
 ) -> DFlashDraftModel:
     """Change what is given and leave the rest, one log line per change.
+
+    No weight depends on block size or window. The columns of `fc` that read a target layer move with it; those of a
+    new one start at zero, so while layers are only added, the drafter computes what it did before.
 
     Args:
         drafter: A drafter to continue from; it is not changed.
@@ -133,70 +130,57 @@ def adapt(
         ValueError: When a value makes no sense for this drafter.
     """
     config = drafter.config
-    steps: list[tuple[Callable[[DFlashDraftModel, Any], DFlashDraftModel], Any, Any]] = [
-        (change_block_size, block_size, config.block_size),
-        (change_sliding_window, sliding_window, config.sliding_window),
-        (change_target_layer_ids, target_layer_ids and list(target_layer_ids), config.target_layer_ids),
-    ]
-    changes = [(change, value) for change, value, present in steps if value is not None and value != present]
-    # A larger block may need the larger window, and a smaller window the smaller block, to be in place first.
-    if isinstance(block_size, int) and block_size > config.block_size:
-        changes.sort(key=lambda step: step[0] is change_block_size)
-    for change, value in changes:
-        drafter = change(drafter, value)
-    return drafter
-
-
-def change_block_size(drafter: DFlashDraftModel, block_size: int) -> DFlashDraftModel:
-    """A drafter of blocks of another length, on which no weight depends; [`adapt`] says what may be given."""
-    _require_integer("block_size", block_size)
-    changed = _rebuilt(drafter, block_size=block_size)
-    logger.info(f"block_size: {drafter.config.block_size} -> {block_size}. All weights are kept.")
+    taps = None if target_layer_ids is None else list(target_layer_ids)
+    given: dict[str, tuple[Any, Any]] = {
+        "block_size": (config.block_size, block_size),
+        "sliding_window": (config.sliding_window, sliding_window),
+        "target_layer_ids": (config.target_layer_ids or [], taps),
+    }
+    changes = {name: new for name, (old, new) in given.items() if new is not None and new != old}
+    if not changes:
+        return drafter
+    for value in (block_size, sliding_window, *(taps or [])):
+        if value is not None and type(value) is not int:
+            raise ValueError(f"{changes} holds {value!r}, which is not a whole number.")
+    if "sliding_window" in changes and "sliding_attention" not in (config.layer_types or []):
+        raise ValueError(
+            f"sliding_window={sliding_window} changes nothing: layer_types={config.layer_types} has no sliding layer."
+        )
+    changed = _rebuilt(drafter, changes, _moved_columns(drafter, taps) if taps else drafter.fc.weight)
+    for name, value in changes.items():
+        logger.info(f"{name}: {given[name][0]} -> {value}.")
     return changed
 
 
-def change_sliding_window(drafter: DFlashDraftModel, sliding_window: int) -> DFlashDraftModel:
-    """A drafter whose sliding layers have another window; which layers slide stays, and so does every weight."""
-    _require_integer("sliding_window", sliding_window)
-    config = drafter.config
-    if "sliding_attention" not in (config.layer_types or []):
+def _moved_columns(drafter: DFlashDraftModel, taps: list[int]) -> torch.Tensor:
+    """`fc.weight` `[D, K * D]` for other target layers: kept columns move, new ones are zero."""
+    width, previous = drafter.config.hidden_size, drafter.config.target_layer_ids or []
+    if not set(taps) & set(previous):
         raise ValueError(
-            f"sliding_window={sliding_window} was given, but layer_types={config.layer_types} has no sliding layer. "
-            "Leave it out, or start a new drafter with sliding layers."
-        )
-    if sliding_window > config.max_position_embeddings:
-        raise ValueError(
-            f"sliding_window={sliding_window} is larger than max_position_embeddings={config.max_position_embeddings}"
-            ", so it would never hide anything. Give a window within the drafter's positions."
-        )
-    changed = _rebuilt(drafter, sliding_window=sliding_window)
-    logger.info(f"sliding_window: {config.sliding_window} -> {sliding_window}. All weights are kept.")
-    return changed
-
-
-def change_target_layer_ids(drafter: DFlashDraftModel, target_layer_ids: Sequence[int]) -> DFlashDraftModel:
-    """A drafter that reads other layers of the target.
-
-    The columns of `fc` that read a tap move with it. Those of a new tap start at zero: while taps are only added, the
-    drafter computes what it did before. Those of a tap that goes away are dropped.
-    """
-    for tap in target_layer_ids:
-        _require_integer("target_layer_ids", tap)
-    taps, previous = list(target_layer_ids), drafter.config.target_layer_ids or []
-    if taps and not set(taps) & set(previous):
-        raise ValueError(
-            f"target_layer_ids={taps} keeps none of the drafter's taps {previous}, so fc would be zero. Keep at least "
-            "one of them, or start a new drafter."
+            f"target_layer_ids={taps} keeps none of the drafter's {previous}, so fc would be zero. Keep at least one, "
+            "or start a new drafter."
         )
     weight = drafter.fc.weight.detach()
-    columns = dict(zip(previous, weight.split(drafter.config.hidden_size, dim=1), strict=True))
-    zeros = torch.zeros_like(weight[:, : drafter.config.hidden_size])
-    # No taps at all are refused by the rules of the format, below.
-    moved = torch.cat([columns.get(tap, zeros) for tap in taps], dim=1) if taps else weight
-    changed = _rebuilt(drafter, {"fc.weight": moved}, target_layer_ids=taps)
-    added, dropped = sorted({*taps} - {*previous}), sorted({*previous} - {*taps})
-    logger.info(f"target_layer_ids: {previous} -> {taps}. New, from zero: {added}; dropped: {dropped}.")
-    return changed
+    columns = dict(zip(previous, weight.split(width, dim=1), strict=True))
+    return torch.cat([columns.get(tap, torch.zeros_like(weight[:, :width])) for tap in taps], dim=1)
+
+
+def _rebuilt(drafter: DFlashDraftModel, changes: dict[str, Any], fc_weight: torch.Tensor) -> DFlashDraftModel:
+    """A new drafter with some fields and `fc` replaced, where the old one is, in its dtype and mode."""
+    config = copy.deepcopy(drafter.config)
+    # What the drafter was read with, a causality or a model type of its own, stays with a copy.
+    refuse(f"The drafter cannot be changed to {changes}", field_problems({**vars(config), **changes}))
+    for name, value in changes.items():
+        setattr(config, name, value)
+    state_dict = {name: tensor.detach().clone() for name, tensor in drafter.state_dict().items()}
+    state_dict["fc.weight"] = fc_weight.detach().clone()
+    changed = DFlashDraftModel.from_pretrained(None, config=config, state_dict=state_dict)
+    # Loading forgets where the drafter came from, which its model card names.
+    changed.name_or_path = changed.config.name_or_path = drafter.config.name_or_path
+    return changed.to(drafter.device).train(drafter.training)
+
+
+# --- What must hold before a drafter continues.
 
 
 def check_continuing(
@@ -210,50 +194,29 @@ def check_continuing(
     target.check_drafter(config)
     mask = config.mask_token_id
     assert mask is not None  # the configuration refuses to be without
-    way_out = (
-        "Use the mask_token_id that it was trained with; for a new drafter choose a reserved special token, or a row "
-        "of the embedding past the tokenizer's last id."
-    )
+    use = None if tokenizer is None else _use_of_token(tokenizer, mask)
     if mask in target.eos_token_ids:
+        use = "it ends the target's texts (eos_token_id of its generation config)"
+    if use is not None:
         raise ValueError(
-            f"mask_token_id={mask} ends the target's texts (eos_token_id of its generation config). {way_out}"
+            f"mask_token_id={mask} is a token in use: {use}. Use the mask_token_id that the drafter was trained with; "
+            "for a new one a reserved special token, or a row of the embedding past the tokenizer's last id."
         )
-    if tokenizer is not None and (use := _use_of_token(tokenizer, mask)):
-        token = tokenizer.convert_ids_to_tokens(mask)
-        raise ValueError(f"mask_token_id={mask} is {token!r}, which is a token in use: {use}. {way_out}")
 
 
 def _use_of_token(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str | None:
     """What the tokenizer uses a token for; None for one that texts do not use."""
     if token_id >= len(tokenizer):
         return None
+    token = tokenizer.convert_ids_to_tokens(token_id)
     ids = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
     for name, value in zip(("eos", "bos", "pad", "unk"), ids, strict=True):
         if value == token_id:
-            return f"it is the tokenizer's {name} token"
+            return f"{token!r} is the tokenizer's {name} token"
     added = tokenizer.added_tokens_decoder.get(token_id)
     if added is None or not added.special:
-        return "the tokenizer writes it for ordinary text"
+        return f"the tokenizer writes {token!r} for ordinary text"
     templates = tokenizer.chat_template or ""
     if any(added.content in text for text in (templates.values() if isinstance(templates, dict) else [templates])):
-        return "the chat template writes it"
+        return f"the chat template writes {token!r}"
     return None
-
-
-def _rebuilt(drafter: DFlashDraftModel, tensors: dict[str, torch.Tensor] | None = None, **changes) -> DFlashDraftModel:
-    """A new drafter with some fields and tensors replaced, where the old one is, in its dtype and mode."""
-    config = copy.deepcopy(drafter.config)
-    # What the drafter was read with, a causality or a model type of its own, stays with a copy.
-    refuse(f"The drafter cannot be changed to {changes}", field_problems({**vars(config), **changes}))
-    for name, value in changes.items():
-        setattr(config, name, value)
-    state_dict = {name: tensor.detach().clone() for name, tensor in drafter.state_dict().items()} | (tensors or {})
-    changed = DFlashDraftModel.from_pretrained(None, config=config, state_dict=state_dict)
-    # Loading forgets where the drafter came from, which its model card names.
-    changed.name_or_path = changed.config.name_or_path = drafter.config.name_or_path
-    return changed.to(drafter.device).train(drafter.training)
-
-
-def _require_integer(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{name} holds {value!r}, a {type(value).__name__}: expected whole numbers.")

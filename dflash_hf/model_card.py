@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is told of a drafter: the facts of its run, the results of its measurement, and the card that holds both.
 
-A run writes its facts as `training.json` beside the drafter; `dflash-hf evaluate` and the demo write what
-they measured as `results.json`. `model_card_template.md` has the words of the card. No local path comes into it.
+A run writes its facts as `training.json` beside the drafter; `dflash-hf evaluate` and the demo write `results.json`.
+`model_card_template.md` has the words of the card. No local path comes into it.
 """
 
 import json
@@ -46,6 +46,8 @@ RECIPE_ARGUMENTS = (
     *("trainable_modules", "ddp_bf16_compression", "seed", "data_seed"),
 )
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
+# A clock compares nothing on fewer.
+FEW_PROMPTS = 10
 TAGS = ("dflash", "speculative-decoding", "draft-model")
 # Recurrent targets, whose state speculative decoding has to roll back.
 HYBRID_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
@@ -87,7 +89,10 @@ def hub_id(name: Any) -> str | None:
 
 def differing_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """Those of `DFlashTrainingArguments.to_dict()` that belong to a recipe and are not the defaults."""
-    defaults = {field.name: field.default for field in fields(DFlashTrainingArguments)}
+    # Without a record to take one from, no objective is cross-entropy.
+    defaults = {field.name: field.default for field in fields(DFlashTrainingArguments)} | {
+        "objective": "cross_entropy"
+    }
     given = {name: arguments[name] for name in RECIPE_ARGUMENTS if name in arguments}
     given = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in given.items()}
     # A folder among the target's arguments would be a local path.
@@ -242,11 +247,12 @@ class ResultRow:
     high: float | None = None
     speed_up: float | None = None
     slots: tuple[float, ...] = ()
+    speed_up_interval: tuple[float | None, float | None] = (None, None)
 
 
 @dataclass(frozen=True)
 class CardResults:
-    """A card's table and the sentence that says how it was measured."""
+    """A card's table and the sentences that say how it was measured."""
 
     rows: tuple[ResultRow, ...]
     settings: str
@@ -273,7 +279,7 @@ def recorded_results(folder: Path, drafter: str | None = None) -> dict[str, Any]
 
 
 def read_results(results: dict[str, Any], drafter: str | None = None) -> CardResults:
-    """What a card tells of a `results.json` of `dflash-hf evaluate` or `recipes/smollm2-135m/demo.py`.
+    """What a card tells of a `results.json` of `dflash-hf evaluate` or of `recipes/smollm2-135m/demo.py`.
 
     Where that is of several drafters, `drafter` is the name of one. A `ValueError` says what is wrong with it.
     """
@@ -281,40 +287,34 @@ def read_results(results: dict[str, Any], drafter: str | None = None) -> CardRes
         return _read_evaluation(results, drafter) if "drafters" in results else _read_demo(results)
     # Any JSON may be in a file of that name.
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"The results have another form than those of our recipes ({error!r}).") from error
+        raise ValueError(f"the results are not those of an evaluation or of the demo: {error!r}") from error
 
 
 def _read_demo(results: dict[str, Any]) -> CardResults:
     groups = {name: value for name, value in results.items() if isinstance(value, dict) and "after" in value}
     if not groups:
-        raise ValueError(
-            f"The results hold {sorted(results)}; expected results.json of `dflash-hf evaluate`, measured "
-            "by decoding here and not on a server, or of recipes/smollm2-135m/demo.py."
-        )
+        raise ValueError(f"it holds {sorted(results)}; expected results.json of `dflash-hf evaluate`, not of a server")
     names = {"seen": "chats it was trained on", "unseen": "chats it never saw"}
-    rows = tuple(_row(names.get(k, k), group["after"], group.get("after_interval")) for k, group in groups.items())
+    rows = [_row(names.get(k, k), {**v["after"], "interval": v.get("after_interval")}) for k, v in groups.items()]
     tokens = sorted({group["after"]["max_new_tokens"] for group in groups.values()})
     span = " to ".join(str(count) for count in dict.fromkeys((tokens[0], tokens[-1])))
-    return CardResults(rows, f"Greedy decoding, {span} new tokens per prompt at most.")
+    return CardResults(tuple(rows), f"Greedy decoding, {span} new tokens per prompt at most.")
 
 
 def _read_evaluation(results: dict[str, Any], drafter: str | None) -> CardResults:
     reports, settings = results["drafters"], results["settings"]
     if not results.get("finished", True):
-        raise ValueError(
-            "The evaluation was interrupted, so its results are of a part of the prompts. Run "
-            "`dflash-hf evaluate` to its end before publishing them."
-        )
+        raise ValueError("the evaluation was interrupted, so it is of a part of the prompts: run it to its end")
     if drafter is None and len(reports) == 1:
         drafter = next(iter(reports))
     if drafter not in reports:
-        raise ValueError(f"The results are of the drafters {sorted(reports)}, not of {drafter}. Name one of them.")
+        raise ValueError(f"it is of the drafters {sorted(reports)}, not of {drafter}: name one of them")
     report = reports[drafter]
     sources = report.get("by_source") or {}
     # Of some prompts every answer may have ended with its first token.
     measured = {source: part for source, part in sources.items() if part["acceptance_length"] is not None}
     rows = [_row(source, part) for source, part in measured.items()] if len(sources) > 1 else []
-    rows.append(_row(next(iter(sources)) if len(sources) == 1 else "all", report, report.get("interval")))
+    rows.append(_row(next(iter(sources)) if len(sources) == 1 else "all", report))
     temperature, thinking = settings["temperature"], settings.get("enable_thinking")
     parts = [
         f"Sampling at temperature {temperature}, top-p {settings['top_p']}" if temperature else "Greedy decoding",
@@ -327,30 +327,33 @@ def _read_evaluation(results: dict[str, Any], drafter: str | None) -> CardResult
     return CardResults(tuple(rows), f"{', '.join(parts)}.")
 
 
-def _row(prompts: str, report: dict[str, Any], bounds: Any = None) -> ResultRow:
+def _row(prompts: str, report: dict[str, Any]) -> ResultRow:
     length = report["acceptance_length"]
     if length is None or not math.isfinite(length):
-        raise ValueError(f"The results have no acceptance length for {prompts}: no answer was longer than one token.")
-    low, high = bounds or (None, None)
+        raise ValueError(f"no acceptance length was measured on {prompts}: no answer was longer than one token")
+    low, high = report.get("interval") or (None, None)
     count = report["num_prompts"] if "num_prompts" in report else len(report["prompts"])
     slots = tuple(share for share in report.get("slot_acceptance", []) if share is not None)
-    return ResultRow(prompts, count, length, low, high, report.get("speed_up"), slots)
+    bounds = report.get("speed_up_interval") or (None, None)
+    return ResultRow(prompts, count, length, low, high, report.get("speed_up"), slots, tuple(bounds))
 
 
-def plot_results(results: CardResults, path: Path) -> None:
+def plot_results(results: CardResults, path: Path, title: str) -> None:
     """The acceptance lengths with their intervals, and the share of blocks that accept the draft of each slot."""
     rows = results.rows
-    slots = {row.prompts: row.slots for row in rows if row.slots}
+    names = [f"{row.prompts} ({row.number} prompts)" for row in rows]
+    slots = {name: row.slots for name, row in zip(names, rows, strict=True) if row.slots}
     figure, (lengths, *others) = new_figure(2 if slots else 1, height=1.5 + max(2.5, 0.4 * len(rows)))
     for axes in others:
         plot_slots(slots, axes)
     below = [0 if row.low is None else max(0.0, row.acceptance_length - row.low) for row in rows]
     above = [0 if row.high is None else max(0.0, row.high - row.acceptance_length) for row in rows]
     values = [row.acceptance_length for row in rows]
-    lengths.barh([plot_label(row.prompts) for row in rows], values, xerr=[below, above], capsize=4)
+    lengths.barh([plot_label(name) for name in names], values, xerr=[below, above], capsize=4)
     lengths.invert_yaxis()
     lengths.axvline(1, color="gray", linewidth=1)
     lengths.set(xlabel="tokens per forward of the target", xlim=(0, None), title="acceptance length")
+    figure.suptitle(title)
     figure.savefig(path, dpi=120)
 
 
@@ -399,19 +402,17 @@ def model_card(
         options: What the publisher adds; names of a local path are refused.
     """
     facts, options = facts or {}, options or CardOptions()
-    told_of_target = facts.get("target") or {}
-    target = options.base_model or told_of_target.get("id")
+    target = options.base_model or (facts.get("target") or {}).get("id")
     adapted_from = options.adapted_from or facts.get("continued_from")
-    for name, field, what in ((target, "base_model", "the target"), (adapted_from, "adapted_from", "that drafter")):
+    for name, field in ((target, "base_model"), (adapted_from, "adapted_from")):
         if name is not None and hub_id(name) is None:
-            raise ValueError(
-                f"The card would name {name}, which is no repository of the Hub but a local path. Give the Hub id of "
-                f"{what} as {field}, or leave it out."
-            )
+            raise ValueError(f"{field}={name!r} is not a Hub id but a local path, which the card would name.")
+    if target is None:
+        logger.warning("The card does not say how to serve the drafter, since its target is unknown: give base_model.")
     text: dict[str, Any] = _sizes(checkpoint) | {
         "checkpoint": checkpoint,
         "target": target,
-        "is_hybrid": told_of_target.get("model_type") in HYBRID_TYPES,
+        "is_hybrid": (facts.get("target") or {}).get("model_type") in HYBRID_TYPES,
         "adapted_from": adapted_from,
         "facts": facts,
         "options": options,
@@ -441,13 +442,23 @@ def _sizes(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _results_table(results: CardResults) -> str:
+    """The table; of few prompts a clock says nothing, and what costs time is said in words."""
     heads = ["prompts", "number", "acceptance length", "95% interval", "speed-up"]
-    rows = [
-        [r.prompts, str(r.number), number(r.acceptance_length), interval((r.low, r.high)), number(r.speed_up)]
-        for r in results.rows
-    ]
-    width = len(heads) if any(row.speed_up is not None for row in results.rows) else len(heads) - 1
-    return table(heads[:width], [cells[:width] for cells in rows])
+    rows, speed_ups = [], []
+    for row in results.rows:
+        speed_up = row.speed_up if row.number >= FEW_PROMPTS else None
+        bounds = interval(row.speed_up_interval)
+        cell = number(speed_up) + ("" if speed_up is None or bounds == "-" else f" ({bounds})")
+        speed_ups += [] if speed_up is None else [speed_up]
+        length = number(row.acceptance_length)
+        rows.append([row.prompts, str(row.number), length, interval((row.low, row.high)), cell])
+    width = len(heads) if speed_ups else len(heads) - 1
+    lines = [table(heads[:width], [cells[:width] for cells in rows])]
+    if any(value < 1 for value in speed_ups):
+        lines.append("**A speed-up below 1 means that decoding took longer with the drafter than without it.**")
+    if any(row.speed_up is not None and row.number < FEW_PROMPTS for row in results.rows):
+        lines.append(f"No speed-up is told of fewer than {FEW_PROMPTS} prompts, which a clock cannot compare.")
+    return "\n\n".join(lines)
 
 
 def _recipe(facts: dict[str, Any]) -> str | None:
@@ -487,11 +498,11 @@ def _metadata(repo_id: str, target: str | None, results: CardResults | None, opt
             metric_type="acceptance_length",
             metric_name="Acceptance length",
             metric_value=round(row.acceptance_length, 3),
+            metric_args=_metric_args(row),
         )
         for row in (results.rows if results else ())
     ]
-    # The Hub knows finetune, adapter, merge and quantized; a drafter adds weights to a base that stays as it is.
-    extra: dict[str, Any] = {"base_model_relation": "adapter"} if target else {}
+    # Without a relation: the Hub knows finetune, adapter, merge and quantized, and files adapters under LoRAs.
     return ModelCardData(
         base_model=target,
         language=list(options.languages) or None,
@@ -501,5 +512,12 @@ def _metadata(repo_id: str, target: str | None, results: CardResults | None, opt
         tags=list(TAGS),
         model_name=repo_id.split("/")[-1] if evaluations else None,
         eval_results=evaluations or None,
-        **extra,
     )
+
+
+def _metric_args(row: ResultRow) -> dict[str, Any]:
+    """What a figure is of: the number of its prompts, and its interval where one was measured."""
+    told: dict[str, Any] = {"num_prompts": row.number}
+    if row.low is not None and row.high is not None:
+        told["interval_95"] = [round(row.low, 3), round(row.high, 3)]
+    return told

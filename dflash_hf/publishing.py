@@ -7,7 +7,7 @@ Nothing is sent that a server would not load, and neither a local path nor a sec
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
+from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import validate_repo_id
-from safetensors import safe_open
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import hf_api, logging
 from transformers.utils.hub import PushInProgress
@@ -29,12 +28,10 @@ from .adapting import plain_drafter
 from .callbacks import first_nonfinite_parameter
 from .chats import describe
 from .checkpoint_files import is_adapter_folder
-from .checkpoint_format import checkpoint_problems
 from .checkpointing import STAGING_PREFIX
 from .model_card import (
     RESULTS_NAME,
     CardOptions,
-    CardResults,
     model_card,
     plot_results,
     read_facts,
@@ -42,7 +39,7 @@ from .model_card import (
     recorded_results,
 )
 from .modeling_dflash import DFlashDraftModel
-from .validation import ValidationReport, read_folder, validate_checkpoint
+from .validation import read_folder, validate_checkpoint
 from .writing import linked_copy
 
 
@@ -54,13 +51,15 @@ IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".svg", ".webp", ".gif")
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
 
+# --- The files of a repository.
+
+
 @dataclass(frozen=True)
 class Publication:
-    """A folder with all files of the repository `repo_id`, and what the validator says of it."""
+    """A folder with all files of the repository `repo_id`, which has been validated."""
 
     folder: Path
     repo_id: str
-    report: ValidationReport
 
     @property
     def files(self) -> dict[str, int]:
@@ -69,9 +68,8 @@ class Publication:
         return {path.relative_to(self.folder).as_posix(): path.stat().st_size for path in paths}
 
     def __str__(self) -> str:
-        files = self.files
-        width = max(len(name) for name in files)
-        sizes = {**files, "in all": sum(files.values())}
+        sizes = {**self.files, "in all": sum(self.files.values())}
+        width = max(map(len, sizes))
         return "\n".join([f"{self.repo_id}:", *(f"{name:<{width}}  {_size(n):>9}" for name, n in sizes.items())])
 
 
@@ -111,16 +109,20 @@ def build_repository(
         fp32: Whether to add the weights as they were trained, in the folder `fp32`.
 
     Raises:
-        ValueError: `repo_id` is no full name, the folder holds something, a plot has the name of another file, or a
+        ValueError: `repo_id` is not a full name, the folder holds something, a plot has the name of another file, or a
             reader would not load the drafter.
     """
     folder, images = Path(folder), [Path(plot) for plot in plots]
     check_repo_id(repo_id)
-    _check_plots(images, taken=[] if results is None else [PLOT_NAME])
+    names = [*([] if results is None else [PLOT_NAME]), *(image.name for image in images)]
+    for image in images:
+        if image.suffix.lower() not in IMAGE_SUFFIXES or names.count(image.name) > 1:
+            raise ValueError(
+                f"The plot {image} cannot be published: it is not one of {', '.join(IMAGE_SUFFIXES)}, or another plot "
+                f"has its name ({PLOT_NAME} is made of the results). Rename it."
+            )
     if parameter := first_nonfinite_parameter(drafter):
-        raise ValueError(
-            f"{repo_id} is not sent: the drafter's {parameter} holds NaN or infinity. Take an earlier one."
-        )
+        raise ValueError(f"{repo_id} is not sent: {parameter} of the drafter holds NaN or infinity.")
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty, and all that is in it would be published. Give a new folder.")
     card_results = None if results is None else read_results(results, results_drafter)
@@ -130,56 +132,28 @@ def build_repository(
             drafter.save_pretrained(folder / "fp32", dtype=torch.float32)
         for image in images:
             shutil.copy(image, folder)
-        report = _write_texts(folder, repo_id, facts, results, card_results, [image.name for image in images], options)
+        if card_results is not None:
+            (folder / RESULTS_NAME).write_text(json.dumps(without_local_paths(results), indent=1) + "\n")
+            if find_spec("matplotlib") is None:
+                names.remove(PLOT_NAME)
+                logger.warning("The card has no plot of the acceptance: pip install matplotlib.")
+            else:
+                plot_results(card_results, folder / PLOT_NAME, repo_id)
+        options = replace(options or CardOptions(), plots=names)
+        model_card(read_folder(folder, repo_id), facts, card_results, options).save(folder / "README.md")
+        report = validate_checkpoint(folder)
+        if not report.ok:
+            raise ValueError(f"{repo_id} is not sent, since not every reader would load it correctly.\n{report}")
     except BaseException:
         # The same command must find the folder as it was.
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    return Publication(folder, repo_id, report)
-
-
-def _write_texts(
-    folder: Path,
-    repo_id: str,
-    facts: dict[str, Any] | None,
-    results: dict[str, Any] | None,
-    card_results: CardResults | None,
-    plots: list[str],
-    options: CardOptions | None,
-) -> ValidationReport:
-    """Write results, their plot and the card beside the drafter, and check the whole."""
-    if card_results is not None:
-        (folder / RESULTS_NAME).write_text(json.dumps(without_local_paths(results), indent=1) + "\n")
-        if find_spec("matplotlib") is None:
-            logger.warning("The card has no plot of the acceptance: pip install matplotlib.")
-        else:
-            plot_results(card_results, folder / PLOT_NAME)
-            plots = [PLOT_NAME, *plots]
-    options = replace(options or CardOptions(), plots=plots)
-    model_card(read_folder(folder, repo_id), facts, card_results, options).save(folder / "README.md")
-    report = validate_checkpoint(folder)
-    if not report.ok:
-        raise ValueError(f"{repo_id} is not sent, since not every reader would load it as it was trained.\n{report}")
-    return report
-
-
-def _check_plots(images: list[Path], taken: list[str]) -> None:
-    """Refuse images that would take the place of each other, or of another file of the repository."""
-    names = [*taken, *(image.name for image in images)]
-    for image in images:
-        if image.suffix.lower() not in IMAGE_SUFFIXES or names.count(image.name) > 1:
-            raise ValueError(
-                f"The plot {image} cannot be published: expected an image ({', '.join(IMAGE_SUFFIXES)}) whose name no "
-                f"other has ({PLOT_NAME} is made of the results). Rename it."
-            )
+    return Publication(folder, repo_id)
 
 
 def check_repo_id(repo_id: str) -> None:
     """Raise a ValueError for what is not "OWNER/NAME"."""
-    try:
-        validate_repo_id(repo_id)
-    except ValueError as error:
-        raise ValueError(f"repo_id={repo_id!r} is no name of a repository: {error}") from None
+    validate_repo_id(repo_id)
     if "/" not in repo_id:
         raise ValueError(f"repo_id={repo_id!r} has no owner, whom the card's commands name. Give OWNER/{repo_id}.")
 
@@ -206,8 +180,32 @@ def without_local_paths(value: Any) -> Any:
 # --- Sending.
 
 
-class PublishError(RuntimeError):
+class PublishError(OSError):
     """The repository could not be sent; what is here and what others see of it are as they were."""
+
+
+@contextmanager
+def _explained(repo_id: str, doing: str) -> Iterator[None]:
+    """Errors of the network as one that says what to do."""
+    try:
+        yield
+    except PublishError:
+        raise
+    # An upload in a thread, and one by Xet, end in a RuntimeError around what happened.
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:
+        cause = error.__cause__ if isinstance(error.__cause__, HTTPError) else error
+        raise PublishError(
+            f"{doing} {repo_id} failed: {' '.join(describe(cause).split())} Check the network and the access token "
+            "(HF_TOKEN, or `hf auth login`), which needs the right to write there, and run the same again."
+        ) from error
+
+
+def check_push(args: Any) -> None:
+    """Make the repository that a run pushes to, so that what hinders it shows before anything is loaded."""
+    if args.push_to_hub and args.process_index == 0:
+        name = args.hub_model_id or Path(args.output_dir).absolute().name
+        with _explained(name, "push_to_hub=True: making"):
+            HfApi(token=args.hub_token).create_repo(name, private=args.hub_private_repo, exist_ok=True)
 
 
 def publish(
@@ -220,7 +218,7 @@ def publish(
     token: str | bool | None = None,
     keep_card: bool = False,
 ) -> str:
-    """Send a repository in one commit.
+    """Send a repository in one commit: others see all of it or nothing.
 
     Args:
         publication: What [`build_repository`] wrote.
@@ -236,55 +234,40 @@ def publish(
         Address of the commit.
 
     Raises:
-        PublishError: Saying what is wrong and what to do.
+        PublishError: Saying what is wrong and what to do. What has arrived is not sent a second time.
     """
-    repo_id = publication.repo_id
+    repo_id, branch = publication.repo_id, revision or "main"
     check_repo_id(repo_id)
     api = HfApi(token=token)
-    with _explained(repo_id, "asking who the token is of"):
-        user = api.whoami()["name"]
-    with _explained(repo_id, f"preparing it as {user}"):
-        present = _prepare(api, repo_id, private, revision or "main", tag)
+    with _explained(repo_id, "Preparing"):
+        # Another one's private repository looks as if it was not there; making it then says that the name is taken.
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        is_private = bool(api.model_info(repo_id).private)
+        refs = api.list_repo_refs(repo_id)
+        branches = [ref.name for ref in refs.branches]
+        if private is not None and is_private != private:
+            raise PublishError(f"{repo_id} is there, with private={is_private}. Change that in its settings.")
+        if tag is not None and tag in [ref.name for ref in refs.tags]:
+            raise PublishError(f"{repo_id} already has a tag {tag}, which others may rely on. Give another tag.")
+        source = branch if branch in branches else "main"
+        present = set(api.list_repo_files(repo_id, revision=source)) if source in branches else set()
+        _refuse_other_model(api, repo_id, source, present)
+        api.create_branch(repo_id, branch=branch, exist_ok=True)
     kept = {"README.md"} & present if keep_card else set()
     names = [name for name in publication.files if name not in kept]
-    stale = [n for n in sorted(present - set(names)) if "/" not in n and _holds_weights(n)]
+    stale = [name for name in sorted(present - set(names)) if "/" not in name and _holds_weights(name)]
     operations: list = [CommitOperationAdd(name, str(publication.folder / name)) for name in names]
     operations += [CommitOperationDelete(name) for name in stale]
-    with _explained(repo_id, "sending the files"):
-        commit = api.create_commit(repo_id, operations, commit_message=commit_message, revision=revision)
+    with _explained(repo_id, "Sending the files of"):
+        commit = api.create_commit(repo_id, operations, commit_message=commit_message, revision=branch)
     if tag is not None:
-        with _explained(repo_id, f"tagging the commit {commit.oid}, which is there,"):
+        with _explained(repo_id, f"Its files are there. Tagging the commit {commit.oid} of"):
             api.create_tag(repo_id, tag=tag, revision=commit.oid)
     return str(commit.commit_url)
 
 
-def _prepare(api: HfApi, repo_id: str, private: bool | None, branch: str, tag: str | None) -> set[str]:
-    """Make the repository and its branch where they are missing; the names of the files that are on the branch."""
-    try:
-        info = api.model_info(repo_id)
-    except RepositoryNotFoundError:
-        # Another one's private repository looks the same; making it then says that the name is taken.
-        api.create_repo(repo_id, private=private)
-        info = api.model_info(repo_id)
-    if private is not None and bool(info.private) != private:
-        there = "private" if info.private else "public"
-        raise PublishError(
-            f"{repo_id} is there and {there}, and private={private} was asked, which a push does not change. Change "
-            "it in its settings, or leave private out."
-        )
-    refs = api.list_repo_refs(repo_id)
-    if tag is not None and tag in [ref.name for ref in refs.tags]:
-        raise PublishError(f"{repo_id} has a tag {tag} already, which others may rely on. Give another tag.")
-    branches = [ref.name for ref in refs.branches]
-    source = branch if branch in branches else "main"
-    present = set(api.list_repo_files(repo_id, revision=source)) if source in branches else set()
-    _refuse_other_model(api, repo_id, source, present)
-    if branch != "main" and branch not in branches:
-        api.create_branch(repo_id, branch=branch)
-    return present
-
-
 def _refuse_other_model(api: HfApi, repo_id: str, revision: str, present: set[str]) -> None:
+    """Refuse a repository that holds weights of something else than a drafter."""
     config: dict[str, Any] = {}
     if "config.json" in present:
         config = json.loads(Path(api.hf_hub_download(repo_id, "config.json", revision=revision)).read_text())
@@ -293,41 +276,11 @@ def _refuse_other_model(api: HfApi, repo_id: str, revision: str, present: set[st
     architectures = config.get("architectures") or []
     if "dflash_config" not in config and "DFlashDraftModel" not in architectures:
         holds = " or ".join(architectures) or config.get("model_type", "model")
-        raise PublishError(
-            f"The name {repo_id} is taken: the repository holds a {holds}, no drafter. Give another name."
-        )
+        raise PublishError(f"{repo_id} holds a {holds}, which is not a drafter. Give another name.")
 
 
 def _holds_weights(name: str) -> bool:
     return any(fnmatch(name, pattern) for pattern in WEIGHT_FILES)
-
-
-@contextmanager
-def _explained(repo_id: str, doing: str) -> Iterator[None]:
-    """Errors of the network as one that says what to do."""
-    try:
-        yield
-    except PublishError:
-        raise
-    # An upload in a thread, and one by Xet, end in a RuntimeError around what happened.
-    except (HTTPError, OSError, RuntimeError, ValueError) as error:
-        cause = error.__cause__ if isinstance(error.__cause__, HfHubHTTPError) else error
-        raise PublishError(f"{repo_id} was not sent ({doing}): {_advice(repo_id, cause)}") from error
-
-
-def _advice(repo_id: str, error: BaseException) -> str:
-    status = error.response.status_code if isinstance(error, HfHubHTTPError) and error.response is not None else None
-    if status == 401:
-        return "the Hub does not accept the access token. Set HF_TOKEN to another, or log in with `hf auth login`."
-    if status == 403:
-        return f"the access token may not write to {repo_id}. Give it write permission, or give another repo_id."
-    if status == 409:
-        return f"the name {repo_id} is taken by a repository that this token cannot see. Give another name."
-    text = str(error).strip() or type(error).__name__
-    return (
-        f"{text.splitlines()[0]}. Others see all files of a commit or none, and nothing here has changed. Run the "
-        "same again: what has arrived is not sent a second time."
-    )
 
 
 def push_drafter(
@@ -356,32 +309,22 @@ def push_drafter(
 
 
 def _is_of(drafter: DFlashDraftModel, folder: Path) -> bool:
-    """Whether a drafter still is what its folder tells of; one that was trained since is another."""
+    """Whether a drafter still is what its folder tells of, in bf16; one that was trained since is another."""
     # Of an adapter's folder a drafter is merged, and cannot be read again as it is.
     if is_adapter_folder(folder):
         return True
+    own = drafter.state_dict()
     try:
-        if not checkpoint_problems(folder) and _holds(folder, drafter.state_dict()):
+        saved = DFlashDraftModel.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
+        if saved.keys() == own.keys() and all(torch.equal(t, own[n].to(t.device, t.dtype)) for n, t in saved.items()):
             return True
-    except OSError as error:
+    except (OSError, ValueError) as error:
         logger.warning(f"{folder} cannot be read: {error}")
     logger.warning(
         f"The drafter was loaded from {folder} and is not what is there by now, so the card tells neither the "
         "training nor the results that are recorded there. Push it by its trainer, or save it and publish its folder."
     )
     return False
-
-
-def _holds(folder: Path, tensors: dict[str, torch.Tensor]) -> bool:
-    """Whether a folder's tensors are these, in bf16, in which both are published."""
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a dictionary)
-                # By now another drafter may be there, with more layers.
-                own = tensors.get(name)
-                if own is None or not torch.equal(file.get_tensor(name).bfloat16(), own.to("cpu", torch.bfloat16)):
-                    return False
-    return True
 
 
 # --- What a trainer pushes.
@@ -398,13 +341,32 @@ def write_publishable(trainer: Any, folder: Path) -> None:
         trainer.processing_class.save_pretrained(folder)
 
 
-def push_checkpoint(trainer: Any, checkpoint: Path) -> None:
-    """Push the present drafter, and the checkpoint where `hub_strategy` says so, in the background.
+def _in_background(trainer: Any, folder: Path, send: Callable[[], Any]) -> Future:
+    """Send a folder behind what is being sent, and remove it then; a failure is told of and ends no training."""
 
-    Both are pushed from folders of their own, which stay until then: later steps change neither, and a checkpoint may
-    be rotated away meanwhile.
+    def work() -> Any:
+        try:
+            return send()
+        except Exception as error:
+            logger.warning(f"{folder.name} did not arrive at {trainer.hub_model_id}: {describe(error)}")
+            raise
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    running: PushInProgress | None = trainer.push_in_progress
+    future = hf_api().run_as_future(work)
+    before = [] if running is None or running.is_done() else running.jobs
+    trainer.push_in_progress = PushInProgress([*before, future])  # type: ignore[arg-type, misc]
+    return future
+
+
+def push_checkpoint(trainer: Any, checkpoint: Path) -> None:
+    """Push the present drafter, and the checkpoint where `hub_strategy` says so, in one commit in the background.
+
+    They are pushed from a folder of their own, which stays until then: later steps change neither, and a checkpoint
+    may be rotated away meanwhile.
     """
-    args, strategy = trainer.args, trainer.args.hub_strategy
+    args, strategy, step = trainer.args, trainer.args.hub_strategy, trainer.state.global_step
     if not trainer.is_world_process_zero() or strategy == HubStrategy.END:
         return
     running: PushInProgress | None = trainer.push_in_progress
@@ -412,56 +374,31 @@ def push_checkpoint(trainer: Any, checkpoint: Path) -> None:
         logger.warning(f"{checkpoint.name} is not pushed to the Hub: the push before it is still going on.")
         return
     trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
-    message = f"Training in progress, step {trainer.state.global_step}"
-    staging = Path(args.output_dir) / f"{STAGING_PREFIX}{trainer.state.global_step}"
-    copy = staging.with_name(f"{staging.name}-checkpoint")
-    with_checkpoint = strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
+    staging = Path(args.output_dir) / f"{STAGING_PREFIX}{step}"
     try:
         write_publishable(trainer, staging)
-        if with_checkpoint:
-            linked_copy(checkpoint, copy)
+        if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            name = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else checkpoint.name
+            linked_copy(checkpoint, staging / name)
     # Tokenizers raise bare exceptions. Other ranks would wait for one that stops here, and the checkpoint is there.
     except Exception as error:
         logger.warning(f"{checkpoint.name} cannot be set aside to be pushed to the Hub ({error}).")
-        for folder in (staging, copy):
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
         return
-    jobs = [_upload(trainer, staging, message)]
-    if with_checkpoint:
-        name = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else checkpoint.name
-        jobs.append(_upload(trainer, copy, f"{message}, checkpoint", path_in_repo=name))
-    before = [] if running is None or running.is_done() else running.jobs
-    trainer.push_in_progress = PushInProgress([*before, *jobs])  # type: ignore[arg-type, misc]
 
+    def send() -> None:
+        HfApi(token=args.hub_token).upload_folder(
+            repo_id=trainer.hub_model_id,
+            folder_path=str(staging),
+            commit_message=f"Training in progress, step {step}",
+            revision=args.hub_revision,
+            # Files of an older checkpoint that this one does not have, such as the states of more ranks.
+            delete_patterns="last-checkpoint/*",
+            # A pickle that nothing reads.
+            ignore_patterns=["training_args.bin", "*/training_args.bin"],
+        )
 
-def _upload(trainer: Any, folder: Path, message: str, path_in_repo: str | None = None) -> Future:
-    """Push a folder in the background, and remove it then."""
-    future = hf_api().upload_folder(
-        repo_id=trainer.hub_model_id,
-        folder_path=str(folder),
-        path_in_repo=path_in_repo,
-        commit_message=message,
-        token=trainer.args.hub_token,
-        revision=trainer.args.hub_revision,
-        # Files of an older checkpoint that this one does not have, such as the states of more ranks.
-        delete_patterns="*" if path_in_repo == "last-checkpoint" else None,
-        # A pickle that nothing reads.
-        ignore_patterns=["training_args.bin"],
-        run_as_future=True,
-    )
-
-    # Who waits for an upload hears of its end before callbacks run; this one ends once its folder is gone.
-    settled: Future = Future()
-
-    def done(finished: Future) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        error = None if finished.cancelled() else finished.exception()
-        if error is not None:
-            logger.warning(f"'{message}' did not arrive at {trainer.hub_model_id}: {describe(error)}")
-        settled.set_result(None)
-
-    future.add_done_callback(done)
-    return settled
+    _in_background(trainer, staging, send)
 
 
 def build_publication(trainer: Any, folder: Path, repo_id: str, options: CardOptions | None = None) -> Publication:
@@ -497,40 +434,36 @@ def push_run(
 
     Returns the address of the commit, or a future of it if it is not `blocking`; None on all ranks but the first.
     """
-    args = trainer.args
+    args, token = trainer.args, token or trainer.args.hub_token
     if not trainer.is_world_process_zero():
         return None
     trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
     trainer._finish_current_push()
-    token, private = token or args.hub_token, args.hub_private_repo if private is None else private
     repo_id = trainer.hub_model_id or args.hub_model_id or Path(args.output_dir).absolute().name
     if "/" not in repo_id:
-        with _explained(repo_id, "asking who the token is of"):
+        with _explained(repo_id, "Asking for the owner of"):
             repo_id = f"{HfApi(token=token).whoami()['name']}/{repo_id}"
     trainer.hub_model_id = repo_id
     staging = Path(args.output_dir) / f"{STAGING_PREFIX}final"
     shutil.rmtree(staging, ignore_errors=True)
     publication = build_publication(trainer, staging, repo_id, options)
-    sent = {"commit_message": commit_message, "token": token, "private": private, "tag": tag}
 
     def send() -> str:
-        try:
-            return publish(publication, revision=revision or args.hub_revision, **sent)  # type: ignore[arg-type]
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+        return publish(
+            publication,
+            private=args.hub_private_repo if private is None else private,
+            revision=revision or args.hub_revision,
+            commit_message=commit_message,
+            tag=tag,
+            token=token,
+        )
 
-    if blocking:
+    if not blocking:
+        return _in_background(trainer, staging, send)
+    try:
         return send()
-    future = hf_api().run_as_future(send)
-    future.add_done_callback(_tell_failure)
-    trainer.push_in_progress = PushInProgress([future])  # type: ignore[arg-type, misc]
-    return future
-
-
-def _tell_failure(finished: Future) -> None:
-    error = None if finished.cancelled() else finished.exception()
-    if error is not None:
-        logger.warning(str(error))
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 # The drafter's file is published as remote code, so it cannot import this one.

@@ -47,25 +47,27 @@ from .frozen_target import (
     varied_lengths,
 )
 from .losses import BlockSums, Objective, add_context_noise, compares_distributions, drafter_loss
-from .model_card import CardOptions, TrainingFacts
+from .model_card import CardOptions, TrainingFacts, read_facts
 from .modeling_dflash import DFlashDraftModel
 from .operations import batch_operations, drafter_weights
 from .optimizers import muon_with_adamw
 from .packing import PackedDataset, RowSampler, document_lengths, with_sources
 from .prefetch import make_pair, place_target
-from .publishing import push_checkpoint, push_run, write_card
+from .publishing import check_push, push_checkpoint, push_run, write_card
 from .remote_checkpoints import RemoteCheckpointCallback
 from .resuming import (
     EVALUATION_DUE,
+    RECORD_NAME,
     is_evaluation_due,
     own_settings,
     prepare_output,
+    read_record,
     resume_folder,
     run_record,
     write_record,
 )
 from .tokenizing import load_documents, tokenize_completions
-from .training_args import DFlashTrainingArguments, check_trainer_options
+from .training_args import OBJECTIVE_ARGUMENTS, DFlashTrainingArguments, check_trainer_options
 
 
 logger = logging.get_logger(__name__)
@@ -160,6 +162,33 @@ def tokenizing(args: DFlashTrainingArguments, target: "str | FrozenTarget") -> d
         "enable_thinking": args.enable_thinking,
         "eos_token_ids": read_eos_token_ids(target) if isinstance(target, str) else target.eos_token_ids,
     }
+
+
+def settle_objective(args: DFlashTrainingArguments, drafter: str | Path | None) -> None:
+    """Continue a drafter by the objective that its folder records, unless the arguments name another: it would forget.
+
+    `drafter` is its folder or Hub id, None for a new one; what is not recorded is cross-entropy.
+    """
+    recipe = _recorded_recipe(Path(drafter)) if drafter else None
+    own = None if recipe is None else {name: recipe[name] for name in OBJECTIVE_ARGUMENTS if name in recipe}
+    if not args.objective_given:
+        args.take_objective(own or {})
+        if own:
+            logger.warning_once(
+                f"The objective is that of {drafter}: {', '.join(f'{k}={v}' for k, v in own.items())}."
+            )
+    elif own is not None and own.get("objective", "cross_entropy") != args.objective:
+        logger.warning(
+            f"{drafter} was trained by objective={own.get('objective', 'cross_entropy')} and goes on by "
+            f"{args.objective}, so it may draft less of what the data lacks. Leave objective out to go on as before."
+        )
+
+
+def _recorded_recipe(folder: Path) -> dict[str, Any] | None:
+    """The arguments that a drafter's folder, of a finished run or a checkpoint, records; None where it has none."""
+    if (facts := read_facts(folder)) is not None:
+        return facts.get("recipe") or {}
+    return read_record(folder)["arguments"] if (folder / RECORD_NAME).is_file() else None
 
 
 def row_anchors(rows: PackedDataset, args: DFlashTrainingArguments) -> tuple[float, int]:
@@ -365,6 +394,8 @@ class DFlashTrainer(Trainer):
         config = self._drafter_config = drafter.config
         if not isinstance(config, DFlashDraftConfig):
             raise ValueError(f"model is a {type(drafter).__name__}, not a DFlashDraftModel; the target comes second.")
+        check_push(args)
+        settle_objective(args, config.name_or_path)
         self.objective = args.make_objective(config.block_size)
         check_part(drafter, peft_config, args.trainable_modules)
         self.target = self._frozen_target(target_model, init_kwargs)

