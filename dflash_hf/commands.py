@@ -84,18 +84,29 @@ def _function(command: str) -> Callable[[Sequence[str]], int | None]:
 
             return partial(train, plan=command == "plan")
         case "tokenize":
-            from .command_tokenize import main
+            from .command_tokenize import main as tokenize
+
+            return tokenize
         case "generate":
-            from .command_generate import main
+            from .command_generate import main as generate
+
+            return generate
         case "evaluate":
-            from .command_evaluate import main
+            from .command_evaluate import main as evaluate
+
+            return evaluate
         case "adapt":
-            from .command_adapt import main
+            from .command_adapt import main as adapt
+
+            return adapt
         case "publish":
-            from .command_publish import main
+            from .command_publish import main as publish
+
+            return publish
         case _:
-            from .validation import main
-    return main
+            from .validation import main as validate
+
+            return validate
 
 
 if __name__ == "__main__":

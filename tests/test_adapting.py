@@ -7,6 +7,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
+import yaml
 from naive import naive_drafter, naive_mask, random_drafter
 from published import QWEN36_27B, small, small_tensors, write_folder
 from runs import make_trainer
@@ -16,7 +17,6 @@ from transformers import TrainerCallback
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, FrozenTarget
 from dflash_hf.adapting import adapt, check_continuing
-from dflash_hf.cli import load_yaml_mapping
 from dflash_hf.data_collator import check_token_ids
 from dflash_hf.losses import DecayedCrossEntropy, DPace
 from dflash_hf.model_card import write_facts
@@ -383,7 +383,7 @@ def test_n4_a_checkpoint_tells_its_objective_too_and_a_new_drafter_has_the_paper
 
 
 def continue_yaml() -> dict:
-    return load_yaml_mapping(RECIPE)[0]
+    return yaml.safe_load(RECIPE.read_text())
 
 
 def test_the_recipe_is_a_warm_start_of_the_published_drafter():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dflash-hf adapt`: from a request log to a new drafter, which part it trains, and a drafter for a quantised target."""
+"""`dflash-hf adapt`: from a request log to a new drafter, what it trains, and a drafter for a quantised target."""
 
 import json
 import sys
