@@ -10,7 +10,7 @@ distribution, `final_hidden_states` `[B, T, D]`.
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -361,7 +361,8 @@ class DFlashTrainer(Trainer):
         sets = {k: readable(data) for k, data in (eval_dataset if is_several else {"eval": eval_dataset}).items()}
         init_kwargs: Any = args.target_model_init_kwargs or {}  # a JSON string became a dict in TrainingArguments
         is_tokenizer = isinstance(processing_class, PreTrainedTokenizerBase)
-        self._tokenizer = processing_class if is_tokenizer else tokenizer_of(target_model, init_kwargs)
+        # Read when it is first needed, after what can be refused without a network.
+        self._read_tokenizer = lambda: processing_class if is_tokenizer else tokenizer_of(target_model, init_kwargs)
         drafter = self._prepare_models(model, target_model, peft_config, init_kwargs)
         train_dataset = self._pack(train_dataset)
         sets = {name: self._pack(data) for name, data in sets.items()}
@@ -380,6 +381,10 @@ class DFlashTrainer(Trainer):
             **kwargs,
         )
         self._watch(drafter)
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase | None:
+        return self._read_tokenizer()
 
     # Drafter and target
 

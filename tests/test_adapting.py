@@ -389,8 +389,9 @@ def continue_yaml() -> dict:
 def test_the_recipe_is_a_warm_start_of_the_published_drafter():
     recipe, defaults = continue_yaml(), DFlashTrainingArguments(output_dir="unused", use_cpu=True)
     assert (recipe["drafter"], recipe["target"]) == ("z-lab/Qwen3.6-27B-DFlash", "Qwen/Qwen3.6-27B")
-    assert 1e-5 <= recipe["learning_rate"] <= 3e-5 < defaults.learning_rate
-    assert defaults.warmup_steps < recipe["warmup_steps"] < 1
+    # YAML 1.1 reads 2e-5 as text.
+    assert 1e-5 <= float(recipe["learning_rate"]) <= 3e-5 < defaults.learning_rate
+    assert defaults.warmup_steps < float(recipe["warmup_steps"]) < 1
     # The drafter's own is the default.
     assert "objective" not in recipe
 

@@ -124,7 +124,7 @@ def test_chats_are_read_in_the_mode_and_with_the_leave_that_were_given(workplace
     template = CHATML_TEMPLATE.replace("assistant\n{%", "assistant\n" + written + "{%")
     answer = "{% if message['role'] == 'assistant' %}" + written + "{% endif %}{{ message['content'] }}"
     tokenizer = byte_tokenizer(template.replace("{{ message['content'] }}", answer))
-    settings = {"allow_other_template": False, "max_length": None, "row_length": 64}
+    settings = {"allow_other_template": False, "max_length": None, "row_length": 128}
     lengths = []
     for thinking in (False, True):
         args = SimpleNamespace(enable_thinking=thinking, **settings)
@@ -175,7 +175,7 @@ def test_a_drafter_adapted_to_a_quantised_target_is_better_on_it(tmp_path):
         assert report.lossless
         return report.acceptance_length
 
-    new = tiny_drafter(target, num_taps=5, block_size=8, mask_token_id=mask)
+    new = tiny_drafter(target, num_taps=3, block_size=8, mask_token_id=mask)
     trained(new, target, documents, tmp_path / "base", 100)
     base = DFlashDraftModel.from_pretrained(tmp_path / "base")
     before = acceptance(base)

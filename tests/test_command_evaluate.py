@@ -413,7 +413,6 @@ def test_the_plots_package_is_missed_before_anything_is_measured(monkeypatch):
         ({"drafters": "other"}, "hidden_size"),
         ({"target": "missing"}, "missing"),
         ({"prompts": "missing.jsonl"}, "missing.jsonl"),
-        ({"device": "banana"}, "banana"),
     ],
 )
 def test_wrong_names_are_refused_before_anything_is_decoded(run, words, folders, monkeypatch, change, name):

@@ -51,8 +51,10 @@ def test_the_exit_status_tells(run, capsys):
     out, err = capsys.readouterr()
     assert "FAILED b.jsonl.gz" in out and "1 files" in err
     assert run("--completions", "nowhere", "--output", "x") == 2 and "nowhere" in capsys.readouterr().err
-    assert run("--row_length", "0") == 2 and "row_length" in capsys.readouterr().err
-    assert run("--max_lenth", "5") == 2 and "max_length" in capsys.readouterr().err
+    for words in (["--row_length", "0"], ["--max_lenth", "5"]):
+        with pytest.raises(SystemExit) as stopped:
+            run(*words)
+        assert stopped.value.code == 2 and words[0][2:7] in capsys.readouterr().err
     Path("in", "b.jsonl.gz").unlink()
     write(a__jsonl=b"{}\n")
     assert run("--output", "y") == 2

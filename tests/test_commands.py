@@ -19,7 +19,7 @@ from runs import make_trainer
 from tiny import hybrid_target, refused, write_chats
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-from dflash_hf import DFlashDraftModel, DFlashTrainer, commands, prefetch
+from dflash_hf import DFlashDraftModel, DFlashTrainer, callbacks, commands
 from dflash_hf.callbacks import INTERRUPTED_STATUS
 from dflash_hf.topology import place
 
@@ -177,7 +177,7 @@ def train(folder, num_supervised, rows_per_step, evaluate=False, train=True, res
         exchanges.append(bucket.index())
         return bf16_compress_hook(state, bucket)
 
-    prefetch.bf16_compress_hook = counted
+    callbacks.bf16_compress_hook = counted
     trainer = make_trainer(f"{folder}/run", documents=rows, cls=Recorded, eval_dataset=rows, **{**values, **arguments})
     trainer.counted, trainer.anchors, result = [], [], {}
     if evaluate:

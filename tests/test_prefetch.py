@@ -796,7 +796,7 @@ def run_on_gpu(folder, depth: int, layout: str, **arguments) -> dict:
     assert not target_threads()
     return {
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "logs": [entry for entry in trainer.state.log_history if "loss" in entry],
+        "logs": [entry | entry["details"] for entry in trainer.state.log_history if "loss" in entry],
     }
 
 

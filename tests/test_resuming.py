@@ -348,8 +348,6 @@ def test_unknown_changes_are_refused(target, tmp_path):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("neftune_noise_alpha", 1.0),
-        ("train_sampling_strategy", "sequential"),
         ("fp16", True),
         ("enable_jit_checkpoint", True),
     ],
