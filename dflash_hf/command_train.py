@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedConfig, set_seed
+from transformers import AutoTokenizer, PreTrainedConfig, TrainingArguments, set_seed
 
 from .adapting import adapt
 from .callbacks import ProfileCallback, end_together
@@ -38,6 +38,8 @@ from .writing import check_writable
 
 
 SHAPE = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "layer_types", "mask_token_id")
+# Where transformers writes to if nothing is said.
+TRAINERS_DEFAULT = TrainingArguments.output_dir or "trainer_output"
 CHANGEABLE = ("block_size", "sliding_window", "target_layer_ids")
 
 
@@ -163,6 +165,8 @@ def main(argv: Sequence[str] | None = None, default_config: Path | None = None, 
         prog=prog,
     )
     recipe.dry_run = recipe.dry_run or (plan and not recipe.preflight)
+    if args.output_dir == TRAINERS_DEFAULT:
+        args.output_dir = f"outputs/{Path(recipe.target).name.lower()}"
     with errors_in_one_line():
         check_scripted(args, recipe.eval_completions is not None)
         resumed_checkpoint(args)

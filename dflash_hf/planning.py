@@ -286,8 +286,9 @@ def _parameters(model: nn.Module) -> int:
 
 def _activation_bytes(config: Any, args: DFlashTrainingArguments, slots: float, features: float) -> float:
     """Peak beside the drafter's state: what the backward needs, prefetched hidden states, one chunk of the loss."""
-    per_slot = 24 * config.hidden_size + 6 * config.intermediate_size
-    per_slot += 8 * config.num_attention_heads * config.head_dim
+    # Compiled layers; measured 7% below this at the 27B's shape on an H200.
+    per_slot = 20 * config.hidden_size + 5 * config.intermediate_size
+    per_slot += 6 * config.num_attention_heads * config.head_dim
     layers = 1 if args.activation_checkpointing else config.num_hidden_layers
     # The context in fp32 with its noise, and each batch that waits in bf16.
     feature_bytes = features * (2 * 4 + 2 * (args.prefetch_depth + 1))

@@ -86,10 +86,11 @@ def test_the_plan_of_a_drafter_that_continues_counts_what_is_changed(run, tmp_pa
         run(*drafter, "--num_layers", "3", shape=[], plan=True)
 
 
-def test_n3_defaults_follow_the_target(target_folder, tmp_path):
+def test_n3_defaults_follow_the_target(target_folder, tmp_path, monkeypatch):
     """Nothing of the 27B's recipe reaches another target."""
-    chats, output = write_chats(tmp_path / "chats.jsonl"), tmp_path / "output"
-    main(["--target", str(target_folder), "--completions", str(chats), *SMALL, "--output_dir", str(output),
+    monkeypatch.chdir(tmp_path)
+    chats, output = write_chats(tmp_path / "chats.jsonl"), tmp_path / "outputs" / target_folder.name.lower()
+    main(["--target", str(target_folder), "--completions", str(chats), *SMALL,
           "--max_steps", "1", "--max_length", "64"])  # fmt: skip
     config = DFlashDraftConfig.from_pretrained(output)
     assert (config.hidden_size, config.num_target_layers, config.mask_token_id) == (64, 6, 260)
