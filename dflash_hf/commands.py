@@ -65,12 +65,12 @@ def launch(command: str, options: list[str]) -> list[str]:
         raise SystemExit(
             f"dflash-hf {command}: error: accelerate_config is {name!r}; expected a file or one of {', '.join(known)}."
         )
-    values = yaml.safe_load(config.read_text())
+    values = {"num_processes": 1, "gpu_ids": "all", "use_cpu": False} | (yaml.safe_load(config.read_text()) or {})
     if values["num_processes"] > 1:
         words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "-m"]
         os.execv(sys.executable, [*words, "dflash_hf.commands", command, *rest])
     # accelerate's launcher would start one more process, and not pass signals on to it.
-    if "gpu_ids" in values:
+    if values["gpu_ids"] != "all":
         os.environ["CUDA_VISIBLE_DEVICES"] = str(values["gpu_ids"])
     os.environ["ACCELERATE_USE_CPU"] = str(values["use_cpu"]).lower()
     return rest

@@ -65,6 +65,19 @@ def test_version_and_wrong_commands(capsys):
         commands.main(["train", "--accelerate_config", "three_pairs"])
 
 
+@pytest.mark.parametrize(("text", "devices"), [("gpu_ids: 1,0", "1,0"), ("gpu_ids: all", None), ("", None)])
+def test_a_configuration_of_ones_own_names_the_gpus(text, devices, tmp_path, monkeypatch):
+    # Set first, so that what the command sets is undone too.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+    (tmp_path / "own.yaml").write_text(text)
+    rest = commands.launch(
+        "train", ["--target", "t", "--accelerate_config", str(tmp_path / "own.yaml"), "--seed", "1"]
+    )
+    assert rest == ["--target", "t", "--seed", "1"] and os.environ.get("CUDA_VISIBLE_DEVICES") == devices
+
+
 SMALL = ["--num_layers", "1", "--num_attention_heads", "2", "--num_key_value_heads", "1", "--head_dim", "32"]
 SMALL += ["--intermediate_size", "64", "--block_size", "4", "--row_length", "128", "--max_length", "96"]
 SMALL += ["--num_anchors", "8", "--logging_steps", "1", "--use_cpu", "true", "--report_to", "none"]
