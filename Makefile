@@ -21,7 +21,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all style quality clean
+.PHONY: help demo test test-all coverage style quality clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -40,6 +40,12 @@ test: $(VENV)/.test ## Run the tests that need no GPU, without the slow ones
 test-all: $(VENV)/.test ## Run all tests that need no GPU, the slow ones too
 	$(PYTEST) -m "not gpu" $(PYTEST_ARGS)
 
+coverage: $(VENV)/.test $(VENV)/.dev ## Run the tests and print which share of the package's lines they reach
+	rm -f .coverage .coverage.*
+	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -n $(PYTEST_WORKERS) $(PYTEST_ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --skip-covered --sort=miss
+
 style: $(VENV)/.dev ## Fix and format the code with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -51,7 +57,7 @@ quality: $(VENV)/.dev ## Check style, types and layers, changing nothing
 	$(BIN)/lint-imports --no-cache
 
 clean: ## Remove .venv and what the tools left; downloaded models and trained drafters stay
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
 	find dflash_hf recipes tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.made:
