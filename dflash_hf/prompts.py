@@ -22,6 +22,7 @@ from .chats import (
     requested,
     template_kwargs,
 )
+from .rendering import ChatFormat
 from .tokenizing import SOURCE_KEY, read_completions
 
 
@@ -81,7 +82,12 @@ def read_prompts(
 
 def as_prompt(row: dict[str, Any], place: str, drop_answers: bool = True) -> EvaluationPrompt:
     """The prompt of a row, as in [`read_prompts`], or its [`RowError`]; `place` is the row's "file:line"."""
-    row = requested(row) if isinstance(row.get("request"), dict) else row
+    if isinstance(row.get("request"), dict):
+        row = requested(row)
+        if row.get("prompt") is not None:
+            raise RowError(
+                "a raw prompt", 'a request of "prompt" is text as the model read it, not a chat to ask again.'
+            )
     # Of Parquet, a column that a row lacks is None.
     given = {name: row[name] for name in _PROMPT_FIELDS if row.get(name) is not None}
     if ("prompt" in given) == ("messages" in given):
@@ -163,7 +169,7 @@ def prompt_token_ids(
         ValueError: There is no template, or it fails on a prompt, which is named.
     """
     given: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-    rows = []
+    rows, chat_format = [], ChatFormat(tokenizer, given, frozenset())
     for number, prompt in enumerate(prompts, start=1):
         if isinstance(prompt, str) and not tokenizer.chat_template:
             rows.append(list(tokenizer(prompt)["input_ids"]))
@@ -178,7 +184,8 @@ def prompt_token_ids(
         options = given | prompt.template_kwargs | {"add_generation_prompt": True, "return_dict": True}
         tools: Any = prompt.tools
         try:
-            encoded: Any = tokenizer.apply_chat_template(prompt.messages, tools=tools, **options)
+            messages = [chat_format.spelled(message) for message in prompt.messages]
+            encoded: Any = tokenizer.apply_chat_template(messages, tools=tools, **options)
         # A template fails with Jinja's errors or with any of the Python operations in it.
         except Exception as error:
             raise ValueError(

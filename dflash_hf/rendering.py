@@ -295,7 +295,7 @@ class ChatFormat:
     def _render(self, chat: Chat, messages: list[dict], add_generation_prompt: bool) -> str:
         kwargs = {**self.template_kwargs, **chat.template_kwargs, "add_generation_prompt": add_generation_prompt}
         try:
-            text = self._applied([self._spelled(message) for message in messages], tools=chat.tools, **kwargs)
+            text = self._applied([self.spelled(message) for message in messages], tools=chat.tools, **kwargs)
         except TEMPLATE_ERRORS as error:
             what = f"the chat template failed on the first {len(messages)} messages ({type(error).__name__}: {error})."
             raise RowError("template failed", what) from error
@@ -304,7 +304,7 @@ class ChatFormat:
     def _applied(self, messages: list[dict], **kwargs: Any) -> str:
         return cast(str, self.tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))
 
-    def _spelled(self, message: dict) -> dict:
+    def spelled(self, message: dict) -> dict:
         """A message in the spelling that the template reads."""
         if "tool_calls" in message and self._wants_text:
             message = _with_text_arguments(message)

@@ -106,7 +106,6 @@ def test_prompts_are_read_as_training_data_is(tmp_path):
     [
         {"request": {"body": {"messages": [USER]}}, "response": {"body": {"choices": []}}},
         {"request": {"messages": [USER], "model": "other", "temperature": 0.9}, "response": None},
-        {"request": {"prompt": "why?"}, "response": {"choices": [{"text": "the old answer"}]}},
         {"request": {"messages": [USER]}, "messages": [OLD], "response": "data: {}"},
     ],
 )
@@ -116,6 +115,14 @@ def test_of_a_log_the_request_is_the_prompt_however_it_was_answered(tmp_path, ro
     (prompt,) = read_prompts(as_file(tmp_path / "a.jsonl", [{"id": 3, **row}]))
     assert (prompt.messages, prompt.tools, prompt.fields) == ([USER], TOOLS, {"id": 3})
     assert prompt.template_kwargs == {"enable_thinking": False}
+
+
+def test_r2_the_raw_prompt_of_a_log_is_not_asked_as_a_chat(tmp_path):
+    raw = "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
+    rows = [{"request": {"prompt": text}, "response": {"choices": [{"text": "so"}]}} for text in (raw, "why?")]
+    for row in rows:
+        with refused(ValueError, "a.jsonl:1", "prompt"):
+            read_prompts(as_file(tmp_path / "a.jsonl", [row]))
 
 
 def test_an_answer_at_a_chats_end_is_left_out_or_refused(tmp_path):
@@ -174,6 +181,14 @@ def test_token_ids_are_those_of_inference(tokenizer):
     chat = [{"role": "user", "content": "Hi"}]
     for ids in prompt_token_ids([EvaluationPrompt(chat), chat, "Hi"], tokenizer):
         assert tokenizer.decode(ids) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_r5_content_is_parts_where_the_template_reads_parts():
+    tokenizer = byte_tokenizer(
+        "{% for m in messages %}{% for part in m['content'] %}{{ part['text'] }}{% endfor %}{% endfor %}"
+    )
+    (ids,) = prompt_token_ids(["Hi"], tokenizer)
+    assert tokenizer.decode(ids) == "Hi"
 
 
 def test_tools_and_template_arguments_reach_the_template():
