@@ -7,7 +7,8 @@ It runs where vLLM is installed and needs nothing else of this repository. Each 
 drafted tokens or `plain`, is a process of its own. All start side by side and then measure one at a time, in rounds,
 so that a drift of the machine meets all of them; a speed-up is a ratio within one round. Answers end at
 `--max_new_tokens` or the end of turn. The file also keeps each engine's tokens per verification, by vLLM's counters,
-and its answers, which `--walk served.json` compares with the walk of this package (where that is installed).
+and its answers, which `--walk served.json` compares with the walk of this package (where that is installed). The
+seconds of a round go to a file for each drafter, by which `dflash-hf evaluate` chooses the number of drafts.
 """
 
 import argparse
@@ -167,7 +168,28 @@ def measure(arguments: argparse.Namespace, argv: list[str]) -> None:
     settings = {key: value for key, value in vars(arguments).items() if key not in ("child", "table", "walk")}
     results = {"settings": settings, "start_seconds": starts, "runs": runs}
     Path(arguments.output).write_text(json.dumps(results))
+    write_costs(results, Path(arguments.output))
     print(table(results))
+
+
+def write_costs(results: dict[str, Any], output: Path) -> None:
+    """The seconds of a round by number of drafts and requests at once, a file for each drafter.
+
+    `dflash-hf evaluate --draft_lengths 1 3 5 7 10 15 --costs FILE` chooses the number of drafts by them. Of N requests
+    at once a round commits N drafts' tokens; the prefills are part of it.
+    """
+    plain = [(0, run) for run in results["runs"] if run["engine"] == PLAIN]
+    drafted = [(*run["engine"].rpartition(":")[::2], run) for run in results["runs"] if run["engine"] != PLAIN]
+    for drafter in dict.fromkeys(name for name, _, _ in drafted):
+        seconds: dict[tuple[int, int], list[float]] = {}
+        for count, run in [*plain, *((int(count), run) for name, count, run in drafted if name == drafter)]:
+            if run["temperature"] == 0:
+                rounds = (run["drafts"] or run["tokens"]) / run["at_once"]
+                seconds.setdefault((run["at_once"], count), []).append(run["seconds"] / rounds)
+        names = ("batch_size", "num_draft_tokens", "target_seconds")
+        costs = [dict(zip(names, (*case, statistics.median(found)), strict=True)) for case, found in seconds.items()]
+        path = output.with_name(f"{output.stem}-costs-{Path(drafter).name}.json")
+        path.write_text(json.dumps({"costs": costs}, indent=1))
 
 
 def of_case(runs: list[dict], engine: str, temperature: float, at_once: int) -> dict[int, dict]:
