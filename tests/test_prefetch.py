@@ -11,7 +11,6 @@ import pytest
 import runs
 import torch
 from accelerate import Accelerator, skip_first_batches
-from accelerate.state import GradientState
 from runs import make_documents
 from tiny import hybrid_target, refused
 from torch.utils.data import DataLoader
@@ -984,31 +983,19 @@ def test_bytes_arrive_unchanged(copies):
     check_copy(last, torch.device("cuda", 0), copies, num_bytes=2**24)
 
 
-class SleepingTarget:
-    """Sleeps, then gives hidden states."""
+def test_both_halves_of_a_step_run_at_the_same_time():
+    """They meet: the target inside the forward of a batch, the drafter at the batch before."""
+    together, count = threading.Barrier(2, timeout=30), 6
 
-    device = torch.device("cpu")
+    class Meets(Recorder):
+        def context_hidden_states(self, input_ids, document_lengths=None):
+            if input_ids[0, 0]:
+                together.wait()
+            return super().context_hidden_states(input_ids, document_lengths)
 
-    def context_hidden_states(self, input_ids, document_lengths=None):
-        time.sleep(0.03)
-        return torch.zeros(1, 1, 8)
-
-
-def test_a_step_lasts_as_long_as_its_slower_half():
-    """Sleeps stand in for both halves, so that it shows however busy the machine is."""
-    cpu, seconds = torch.device("cpu"), {}
-    batch = {"input_ids": torch.zeros(1, 1, dtype=torch.long), "document_lengths": [[1]]}
-    for depth in (0, 2):
-        transfer, throughput = FeatureTransfer(SleepingTarget(), [cpu], cpu, "peer"), Throughput(cpu, [cpu])
-        prefetcher = Prefetcher(transfer, cpu, depth, throughput)
-        # What a dataloader that is over left in this process would end the batches too early.
-        GradientState._reset_state()
-        start = time.perf_counter()
-        for pending in prefetcher.look_ahead(
-            iter([{**batch, "anchor_positions": torch.zeros(1, 1)} for _ in range(12)]), GradientState()
-        ):
-            prefetcher.context_hidden_states(pending)
-            time.sleep(0.03)
-        prefetcher.close()
-        seconds[depth] = time.perf_counter() - start
-    assert seconds[0] > 12 * 0.06 and seconds[2] < 0.8 * seconds[0]
+    runs_ahead = prefetcher(Meets([]), 1)
+    for number, batch in enumerate(runs_ahead.look_ahead(batches(count), NO_DATALOADER)):
+        assert runs_ahead.context_hidden_states(batch).item() == number
+        if number < count - 1:
+            together.wait()
+    runs_ahead.close()
