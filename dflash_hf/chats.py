@@ -342,7 +342,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 SHAREGPT_ROLES = {"human": "user", **dict.fromkeys(("observation", "tool_response", "function_response"), "tool")}
 SHAREGPT_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call", "tool_call"), "assistant")
 # What says of a message that it is not to be learnt from, in the spellings of several trainers.
-TRAINED_KEYS = ("weight", "train", "trainable", "training")
+TRAINED_KEYS = ("weight", "train", "trainable", "training", "loss", "loss_mask")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 MEDIA_TYPES = ("image", "audio", "video", "file")
 TEXT_TYPES = ("text", "input_text", "output_text")
