@@ -58,12 +58,12 @@ for _tag, _pattern, _first in (
 
 
 @contextmanager
-def errors_in_one_line() -> Iterator[None]:
+def errors_in_one_line(command: str) -> Iterator[None]:
     """Say a ValueError, OSError or ImportError of bad input without a traceback, and end the process."""
     try:
         yield
     except (ValueError, OSError, ImportError) as error:
-        raise SystemExit(f"{Path(sys.argv[0]).name}: error: {error}") from error
+        raise SystemExit(f"{command}: error: {error}") from error
 
 
 def refuse_unused(arguments: Any, names: Iterable[str], reason: str) -> None:

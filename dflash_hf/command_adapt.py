@@ -51,7 +51,7 @@ class AdaptArguments:
 def main(argv: Sequence[str] | None = None) -> None:
     """Evaluate, train, evaluate, merge, save."""
     classes, description = (AdaptArguments, DFlashTrainingArguments), (__doc__ or "").split("\n")[0]
-    with errors_in_one_line():
+    with errors_in_one_line("dflash-hf adapt"):
         adapt, args = parse_config(classes, argv, CONFIG, description=description, prog="dflash-hf adapt")
         check_scripted(args, adapt.eval_documents is not None or read_manifest(adapt.documents) is not None)
         if args.trainable_modules is not None:
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             refuse_unused(adapt, ("lora_alpha", "lora_modules"), "without an adapter")
     set_seed(args.seed)
     with end_together():
-        with errors_in_one_line():
+        with errors_in_one_line("dflash-hf adapt"):
             trainer, has_evaluation = make_trainer(adapt, args)
         before = trainer.evaluate() if has_evaluation else None
         trainer.train()

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Build the repository, show it, and send it unless this is a dry run."""
     description = (__doc__ or "").split("\n")[0]
     sent = ("private", "revision", "commit_message", "tag", "keep_card")
-    with tempfile.TemporaryDirectory() as temporary, errors_in_one_line():
+    with tempfile.TemporaryDirectory() as temporary, errors_in_one_line("dflash-hf publish"):
         (args,) = parse_config(PublishArguments, argv, description=description, prog="dflash-hf publish")
         publication = build(args, Path(args.output_dir or temporary))
         print(publication)

@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None, default_config: Path | None = None, 
     recipe.dry_run = recipe.dry_run or (plan and not recipe.preflight)
     if args.output_dir == TRAINERS_DEFAULT:
         args.output_dir = f"outputs/{Path(recipe.target).name.lower()}"
-    with errors_in_one_line():
+    with errors_in_one_line(prog):
         check_scripted(args, recipe.eval_completions is not None)
         resumed_checkpoint(args)
         if recipe.gpus() is None:
@@ -206,7 +206,7 @@ class Run:
 
     def __init__(self, recipe: TrainArguments, args: DFlashTrainingArguments):
         self.recipe, self.args = recipe, args
-        with errors_in_one_line():
+        with errors_in_one_line("dflash-hf train"):
             self.target_config = self._read_target_config()
             self.tokenizer = None if recipe.random_target_config else AutoTokenizer.from_pretrained(recipe.target)
             self.drafter_config = self._drafter_config()
@@ -278,7 +278,7 @@ class Run:
 
     def dry_run(self) -> None:
         """Print the plan and write it to `dry_run.json` in the output folder."""
-        with errors_in_one_line():
+        with errors_in_one_line("dflash-hf train"):
             plan = self.plan()
             if self.args.process_index == 0:
                 print(plan.report())
@@ -319,7 +319,7 @@ class Run:
     def train(self) -> None:
         """Train, save, evaluate; or the preflight."""
         recipe, args = self.recipe, self.args
-        with errors_in_one_line():
+        with errors_in_one_line("dflash-hf train"):
             if args.device.type == "cuda" and recipe.check_memory:
                 self.check_memory(self.plan())
         drafter = self._load_drafter()

@@ -168,6 +168,8 @@ class DFlashDraftConfig(Qwen3Config):
         """
         refuse_adapter(pretrained_model_name_or_path)
         config_dict, kwargs = cls.get_config_dict(str(pretrained_model_name_or_path), **kwargs)
+        if not config_dict:
+            raise OSError(f"{pretrained_model_name_or_path} has no config.json, so it holds no drafter.")
         return cls.from_dict(config_dict, **kwargs)
 
     @classmethod

@@ -58,6 +58,8 @@ def _checked_config(path: str, config: Any, kwargs: dict[str, Any]) -> tuple[DFl
     """
     folder = fetch_checkpoint(path, **{n: kwargs[n] for n in _DOWNLOAD_ARGUMENTS if kwargs.get(n) is not None})
     refuse_adapter(folder)
+    if not (folder / CONFIG_NAME).is_file():
+        raise OSError(f"{path} has no config.json, so it holds no drafter.")
     headline = f"{path} is not a drafter that this package can load"
     # A configuration that was read as another class has that class's defaults where the file has none.
     if config is None or (isinstance(config, PreTrainedConfig) and not isinstance(config, DFlashDraftConfig)):
