@@ -6,24 +6,32 @@ import itertools
 import logging
 import math
 import time
+from threading import Thread
 
 import numpy as np
 import pytest
 import torch
-from oracle import (
-    PROMPT,
-    TARGETS,
-    drafter_for,
-    greedy,
-    oracle_for,
-    target_and_answer,
-    trained_like,
-    written_by,
-)
+from oracle import PROMPT, TARGETS, drafter_for, greedy, oracle_for, target_and_answer, trained_like, written_by
 from reference import reference_drafter, reference_module
-from tiny import HIDDEN_SIZE, MASK_TOKEN_ID, dense_target, hybrid_target, llama_target, refused
+from tiny import (
+    HIDDEN_SIZE,
+    MASK_TOKEN_ID,
+    byte_tokenizer,
+    dense_target,
+    gemma3_target,
+    hybrid_target,
+    llama_target,
+    mixed_target,
+    refused,
+)
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    TextIteratorStreamer,
+)
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from dflash_hf import generation
@@ -31,10 +39,10 @@ from dflash_hf.acceptance import walk_documents
 from dflash_hf.frozen_target import FrozenHead
 from dflash_hf.generation import (
     DecodingState,
-    Greedy,
     Sampling,
     speculative_decoding,
     speculative_generate,
+    speculative_generate_batch,
 )
 
 
@@ -47,75 +55,30 @@ VARIED = lambda n: [n % 4 > 0, n % 3 > 0, True]  # noqa: E731 - slots that are r
 # --- greedy ---
 
 
-@pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.parametrize(("prompt", "block_size", "budget"), [(PROMPT, 4, 50), ([7], 9, 20)])
-def test_e1_random_drafters_change_no_token(name, prompt, block_size, budget):
-    target, _ = target_and_answer(name)
-    output = speculative_generate(target, drafter_for(target, block_size=block_size), torch.tensor([prompt]), budget)
-    assert output.sequences[0].tolist() == greedy(target, prompt, budget)
-    # The prefill's token is nobody's, all others are some verification's.
-    assert sum(output.committed) == budget - 1
-    assert all(1 <= n <= block_size for n in output.committed)
-
-
-@pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.parametrize("accepted", [1, 2, 3, 4])
-def test_e1_every_acceptance_length_is_lossless_and_counted(name, accepted):
-    target, answer = target_and_answer(name)
-    expected = answer[: len(PROMPT) + 30]
-    # Slots that are right again after a wrong one count for nothing.
-    right = [slot != accepted for slot in range(1, 4)]
-    output = speculative_generate(target, oracle_for(target, expected, right), IDS, 30)
-    assert output.sequences[0].tolist() == expected
-    assert set(output.committed[:-1]) == {accepted}
-    assert sum(output.committed) == 29
-
-
-def test_l1_an_oracle_commits_whole_blocks():
-    target, answer = target_and_answer("hybrid")
-    assert speculative_generate(target, oracle_for(target, answer, [True] * 7), IDS, 33).committed == [8] * 4
-
-
-@pytest.mark.parametrize(("budget", "committed"), [(1, []), (2, [1]), (9, [8]), (10, [8, 1]), (14, [8, 5])])
-def test_e4_a_block_is_cut_at_the_budget(budget, committed):
-    target, expected = target_and_answer("dense")
+@pytest.mark.parametrize(
+    ("budget", "committed"), [(1, []), (2, [1]), (9, [8]), (10, [8, 1]), (14, [8, 5]), (33, [8] * 4)]
+)
+def test_e4_l1_a_block_is_whole_or_cut_at_the_budget(budget, committed):
+    target, expected = target_and_answer("hybrid")
     output = speculative_generate(target, oracle_for(target, expected, [True] * 7), IDS, budget)
     assert output.sequences[0].tolist() == expected[: len(PROMPT) + budget]
     assert output.committed == committed
 
 
-@pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize("right", [[True] * 5, [True, False, True, True, True]])
-def test_e4_an_eos_token_ends_the_answer_inside_a_block(name, right):
-    target, answer = target_and_answer(name)
-    answer = answer[len(PROMPT) :]
+def test_e4_an_eos_token_ends_the_answer_inside_a_block(right):
+    """It is given, as one id or several, or the generation config's."""
+    target = hybrid_target()
+    answer = greedy(target, PROMPT, 40)[len(PROMPT) :]
     # The first token that comes up new in the middle of the answer.
     end = next(i for i in range(5, 30) if answer[i] not in answer[:i])
     oracle = oracle_for(target, PROMPT + answer, right)
-    for eos in (answer[end], [answer[end], 271], [271, answer[end]]):
+    target.generation_config.eos_token_id = [271, answer[end]]
+    for eos in (answer[end], [271, answer[end]], None):
         output = speculative_generate(target, oracle, IDS, 30, eos_token_id=eos)
-        assert output.sequences[0].tolist() == PROMPT + answer[: end + 1]
-        assert sum(output.committed) == end
-    assert greedy(target, PROMPT, 30, eos_token_id=[271, answer[end]]) == PROMPT + answer[: end + 1]
-
-
-def test_eos_tokens_come_from_the_generation_config_unless_given():
-    target = dense_target()
-    first = greedy(target, PROMPT, 1)[-1]
-    target.generation_config.eos_token_id = [271, first]
-    drafter = drafter_for(target)
-    stopped = speculative_generate(target, drafter, IDS, 5)
-    assert stopped.sequences[0].tolist() == [*PROMPT, first] and stopped.committed == []
+        assert output.sequences[0].tolist() == PROMPT + answer[: end + 1] and sum(output.committed) == end
     for eos in (271, []):
-        assert speculative_generate(target, drafter, IDS, 5, eos_token_id=eos).sequences.shape[1] == len(PROMPT) + 5
-
-
-@pytest.mark.parametrize("name", TARGETS)
-def test_the_mask_token_is_a_token_like_any_other(name):
-    target, expected = target_and_answer(name)
-    oracle = oracle_for(target, expected, [True] * 3, mask_token_id=expected[len(PROMPT) + 2])
-    output = speculative_generate(target, oracle, IDS, 21)
-    assert output.sequences[0].tolist() == expected[: len(PROMPT) + 21] and output.committed == [4] * 5
+        assert speculative_generate(target, oracle, IDS, 30, eos).sequences[0].tolist() == PROMPT + answer[:30]
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -156,14 +119,18 @@ def test_a_drafter_of_another_type_than_the_target():
     assert output.sequences.shape[1] == len(PROMPT) + 12
 
 
-def test_models_in_training_mode_decode_in_eval_mode_and_get_it_back():
-    target = dense_target(attention_dropout=0.5)
+def test_models_are_as_they_were_after_decoding_and_after_an_error():
+    """In training mode they decode in eval mode."""
+    target = hybrid_target(attention_dropout=0.5)
     drafter = drafter_for(target, attention_dropout=0.5)
     expected = greedy(target, PROMPT, 12)
     target.train(), drafter.train()
     drafter.activation_checkpointing_enable()
-    output = speculative_generate(target, drafter, IDS, 12)
-    assert output.sequences[0].tolist() == expected
+    assert speculative_generate(target, drafter, IDS, 12).sequences[0].tolist() == expected
+    drafter.layers[1].register_forward_pre_hook(lambda module, args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        speculative_generate(target, drafter, IDS, 6)
+    assert not any(module._forward_pre_hooks for module in target.modules())
     assert target.training and drafter.training and drafter.layers[0].training
 
 
@@ -222,6 +189,38 @@ def test_e1_answers_of_all_kinds_are_the_targets_own(name):
     assert sum(not is_lossless_or_tied(name, number) for number in range(12, 79)) <= 5
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("make_target", [dense_target, hybrid_target, mixed_target])
+def test_e1_several_prompts_at_once_are_answered_as_each_alone(monkeypatch, make_target, use_cache):
+    """Prompts and answers of unequal lengths, blocks and waiting tokens that differ from row to row."""
+    monkeypatch.setattr(generation, "MAX_WAITING", 3)
+    target, prompts = make_target(), [PROMPT, [7], [9, 80, 80, 3, 6, 200] * 4, [11] * 12]
+    documents = written_by(target, prompts, 40)
+    stop = documents[0]["input_ids"][len(PROMPT) + 11]
+    drafter = trained_like(target, documents, steps=40, target_layer_ids=[0, 2])
+    rows = [torch.tensor([prompt]) for prompt in prompts]
+    for settings in ({"num_draft_tokens": 2}, {}):
+        outputs = speculative_generate_batch(target, drafter, rows, 40, stop, use_cache=use_cache, **settings)
+        for row, output in zip(rows, outputs, strict=True):
+            alone = speculative_generate(target, drafter, row, 40, stop, use_cache=use_cache, **settings)
+            assert output.sequences.tolist() == [greedy(target, row[0].tolist(), 40, eos_token_id=stop)]
+            assert (output.committed, output.accepted) == (alone.committed, alone.accepted)
+        most = max(n for output in outputs for n in output.committed)
+        assert most == 1 + settings.get("num_draft_tokens", 3)
+    assert len({len(output.committed) for output in outputs}) > 2
+
+
+def test_a_target_that_scales_its_embeddings_is_decoded_rightly():
+    """A Gemma: drafts come from the rows of its table, as in training, so that an overfitted drafter is accepted."""
+    target = gemma3_target()
+    documents = written_by(target, [PROMPT, [7]], 40)
+    drafter = trained_like(target, documents, steps=80, target_layer_ids=[0, 2])
+    output = speculative_generate(target, drafter, IDS, 40)
+    assert output.sequences[0].tolist() == documents[0]["input_ids"]
+    walked, _ = walk_documents(target, drafter, documents)
+    assert output.committed == walked.committed and sum(walked.committed) > 2 * len(walked.committed)
+
+
 @pytest.mark.filterwarnings("ignore:.*past_key_values:FutureWarning")
 @pytest.mark.parametrize("make_target", [dense_target, llama_target], ids=["qwen3_untied", "llama_tied"])
 @pytest.mark.parametrize("layers", [["full_attention"], ["sliding_attention", "full_attention"]], ids=["full", "mix"])
@@ -260,87 +259,61 @@ def test_e4_tokens_and_acceptance_length_are_the_references(monkeypatch, make_ta
 # --- what is refused ---
 
 
-@pytest.mark.parametrize(
-    ("input_ids", "budget", "names"),
-    [
-        (torch.zeros(1, 0, dtype=torch.long), 5, ["[1, 0]"]),
-        (torch.zeros(2, 3, dtype=torch.long), 5, ["[2, 3]"]),
-        (torch.zeros(1, 3), 5, ["float32"]),
-        (torch.zeros(1, 3, dtype=torch.long), 0, ["max_new_tokens", 0]),
-        (torch.tensor([[3, 272]]), 5, [272, "tokenizer"]),
-        (torch.tensor([[-1, 3]]), 5, [-1]),
-    ],
-)
-def test_bad_requests_are_refused(input_ids, budget, names):
-    target = dense_target(num_layers=5)
+def refuses(*names, input_ids=IDS, budget=5, target=None, **fields):
+    target = target or dense_target(num_layers=5)
+    arguments = {name: fields.pop(name) for name in ("num_draft_tokens", "use_cache") if name in fields}
     with refused(ValueError, *names):
-        speculative_generate(target, drafter_for(target), input_ids, budget)
+        speculative_generate(target, drafter_for(target, **fields), input_ids, budget, **arguments)
 
 
-@pytest.mark.parametrize("field", ["hidden_size", "vocab_size", "num_target_layers"])
-def test_a_drafter_of_another_target_is_refused(field):
-    target, other = dense_target(), {"hidden_size": 32, "vocab_size": 280, "num_target_layers": 7}[field]
-    with refused(ValueError, field, other):
-        speculative_generate(target, drafter_for(target, **{field: other}), IDS, 5)
-
-
-def test_what_cannot_be_decoded_with_is_refused():
+def test_what_cannot_be_decoded_is_refused():
+    refuses("[1, 0]", input_ids=torch.zeros(1, 0, dtype=torch.long))
+    refuses("[2, 3]", input_ids=torch.zeros(2, 3, dtype=torch.long))
+    refuses("float32", input_ids=torch.zeros(1, 3))
+    refuses(272, "tokenizer", input_ids=torch.tensor([[3, 272]]))
+    refuses(-1, input_ids=torch.tensor([[-1, 3]]))
+    refuses("max_new_tokens", 0, budget=0)
+    refuses("num_draft_tokens", 4, "1 to 3", num_draft_tokens=4)
+    for field, other in {"hidden_size": 32, "vocab_size": 280, "num_target_layers": 7}.items():
+        refuses(field, other, **{field: other})
     target = dense_target()
-    drafter = drafter_for(target)
-    with refused(ValueError, "str", "from_pretrained"):
-        speculative_generate(target, "folder", IDS, 4)
-    with refused(ValueError, "Qwen3Model"):
-        speculative_generate(target.model, drafter, IDS, 5)
+    refuses("Qwen3Model", target=target.model)
     del target.model.layers[5:]
-    with refused(ValueError, 5, 6):
-        speculative_generate(target, drafter, IDS, 5)
-    other = GPT2LMHeadModel(GPT2Config(vocab_size=272, n_embd=64, n_layer=6, n_head=2))
-    with refused(ValueError, "GPT2LMHeadModel"):
-        speculative_generate(other, drafter_for(other), IDS, 5)
+    refuses(5, 6, target=target, num_target_layers=6)
+    refuses("GPT2LMHeadModel", target=GPT2LMHeadModel(GPT2Config(vocab_size=272, n_embd=64, n_layer=6, n_head=2)))
 
 
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 1.0, "sample_drafts": True}])
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_logits_that_are_no_numbers_are_an_error(sampled, use_cache):
+def test_logits_that_are_no_numbers_are_an_error(sampled):
     """Else both models' NaN would give the same token, and all drafts would seem right."""
     target = dense_target()
-    drafter = drafter_for(target)
+    oracle, drafter = oracle_for(target, greedy(target, PROMPT, 30), [True] * 3), drafter_for(target)
     with torch.no_grad():
         drafter.norm.weight.fill_(torch.nan)
     with refused(FloatingPointError, "NaN"):
-        speculative_generate(target, drafter, IDS, 9, use_cache=use_cache, **sampled)
-    with torch.no_grad():
-        target.get_output_embeddings().weight[3].fill_(torch.inf)
-    with refused(FloatingPointError, "target", "NaN"):
-        speculative_generate(target, drafter, IDS, 9, use_cache=use_cache, **sampled)
+        speculative_generate(target, drafter, IDS, 9, **sampled)
+    # Those of the prefill, or of the second verification.
+    for first in (1, 3):
+        calls = itertools.count(1)
+
+        def damage(module, args, output, first=first, calls=calls):
+            if next(calls) == first:
+                output.logits.fill_(torch.nan)
+
+        handle = target.register_forward_hook(damage)
+        with refused(FloatingPointError, "target", "NaN"):
+            speculative_generate(target, oracle, IDS, 30, **sampled)
+        handle.remove()
+        assert next(calls) == first + 1
 
 
-def test_logits_of_a_verification_are_looked_at_too():
-    target, calls = dense_target(), []
-
-    def damage(module, args, output):
-        calls.append(1)
-        if len(calls) == 3:
-            output.logits.fill_(torch.nan)
-
-    oracle = oracle_for(target, greedy(target, PROMPT, 30), [True] * 3)
-    target.register_forward_hook(damage)
-    with refused(FloatingPointError, "target"):
-        speculative_generate(target, oracle, IDS, 30)
-    assert len(calls) == 3
-
-
-def test_more_positions_than_the_target_knows_are_a_warning(caplog):
+def test_more_positions_than_the_target_knows_are_a_warning(caplog, monkeypatch):
     target = dense_target(max_position_embeddings=27)
-    drafter = drafter_for(target)
-    logger = logging.getLogger("dflash_hf.generation")
-    logger.addHandler(caplog.handler)
+    monkeypatch.setattr(logging.getLogger("dflash_hf"), "propagate", True)
     # 7 + 19 tokens, and three slots behind the last token but one.
-    speculative_generate(target, drafter, IDS, 18)
-    assert not caplog.records
-    speculative_generate(target, drafter, IDS, 19)
-    logger.removeHandler(caplog.handler)
-    assert "max_position_embeddings=27" in caplog.text
+    for budget, warns in ((18, False), (19, True)):
+        speculative_generate(target, drafter_for(target), IDS, budget)
+        assert ("max_position_embeddings=27" in caplog.text) == warns
 
 
 # --- the head and the caches ---
@@ -374,7 +347,7 @@ def test_drafts_go_through_the_head_as_in_training(use_cache):
     assert 1.0 < logits.abs().max() < 3.0
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", ["dense", "hybrid"])
 def test_e6_cached_and_uncached_decoding_draft_the_same_hidden_states(name):
     target, answer = target_and_answer(name)
     oracle = oracle_for(target, answer, VARIED)
@@ -388,9 +361,7 @@ def test_e6_cached_and_uncached_decoding_draft_the_same_hidden_states(name):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("name", "max_waiting"), [("dense", 48), ("tied_llama", 48), ("hybrid", 48), ("hybrid", 2), ("hybrid", 0)]
-)
+@pytest.mark.parametrize(("name", "max_waiting"), [("dense", 48), ("hybrid", 48), ("hybrid", 2), ("hybrid", 0)])
 def test_e6_the_caches_hold_the_committed_tokens_and_nothing_else(monkeypatch, name, max_waiting):
     """Whether committed tokens wait long, a round or two, or not at all in front of recurrent layers."""
     monkeypatch.setattr(generation, "MAX_WAITING", max_waiting)
@@ -403,82 +374,76 @@ def test_e6_the_caches_hold_the_committed_tokens_and_nothing_else(monkeypatch, n
         for committed in (1, 3, 4, 4, 2, 1, 1, 4):
             anchor = known[:, length - 1 : length]
             state.draft(anchor)
-            assert state.drafter_cache.get_seq_length() == length - 1
             # The slots after those that are committed hold anything.
-            drafts = known[0, length : length + 3].clone()
-            drafts[committed - 1 :] = 7
+            drafts = known[:, length : length + 3].clone()
+            drafts[:, committed - 1 :] = 7
             logits = state.verify(anchor, drafts)
-            state.commit(known[:, length : length + committed])
-            expected = target(torch.cat([known[:, :length], drafts[None]], dim=1), use_cache=False).logits[0, -4:]
+            state.commit([committed])
+            expected = target(torch.cat([known[:, :length], drafts], dim=1), use_cache=False).logits[0, -4:]
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
             length += committed
-            assert all(x.waiting is None or x.waiting.shape[1] <= max_waiting + 4 for x in state.recurrent)
+            # The drafter reads the new ones in the next round.
+            assert (
+                state.drafter_cache.get_seq_length() == length - 1 - committed == length - 1 - state.context.shape[1]
+            )
+            assert all(len(x.waiting[0]) <= max_waiting + 4 for x in state.recurrent)
             attention = [layer for layer in state.target_cache.layers if isinstance(layer, DynamicLayer)]
             assert {layer.get_seq_length() for layer in attention} == {length - 1}
-    assert not any(module._forward_pre_hooks for module in target.modules())
-
-
-def test_a_verification_reads_one_block_whatever_the_prompt():
-    """Committed tokens come back in the recurrent layers alone, and no forward is theirs."""
-    target, answer = target_and_answer("hybrid")
-    oracle, lengths = oracle_for(target, answer, VARIED), []
-    handle = target.register_forward_pre_hook(
-        lambda m, a, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    output = speculative_generate(target, oracle, IDS, 30)
-    handle.remove()
-    assert lengths == [len(PROMPT)] + [4] * len(output.committed)
-
-
-def test_a_sliding_target_is_rolled_back_behind_its_window():
-    target = dense_target(use_sliding_window=True, sliding_window=6, max_window_layers=0)
-    assert set(target.config.layer_types) == {"sliding_attention"}
-    expected = greedy(target, PROMPT, 40)
-    output = speculative_generate(target, oracle_for(target, expected, VARIED), IDS, 40)
-    assert output.sequences[0].tolist() == expected
-    assert set(output.committed) >= {1, 2, 4}
-
-
-def test_a_target_whose_states_cannot_be_rolled_back_says_so(monkeypatch):
-    target, answer = target_and_answer("hybrid")
-    monkeypatch.setattr(generation, "LinearAttentionLayer", DynamicLayer)
-    drafter = drafter_for(target)
-    with refused(ValueError, "Layer 0", "Qwen3_5ForCausalLM", "use_cache=False"):
-        speculative_generate(target, drafter, IDS, 9)
-    output = speculative_generate(target, drafter, IDS, 9, use_cache=False)
-    assert output.sequences[0].tolist() == answer[: len(PROMPT) + 9]
-
-
-@pytest.mark.parametrize("name", ["dense", "hybrid"])
-def test_everything_put_on_the_models_is_taken_off_after_an_error(name):
-    target = TARGETS[name]()
-    drafter = drafter_for(target)
-    target.train(), drafter.train()
-    failing = drafter.layers[1].register_forward_pre_hook(lambda module, args: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        speculative_generate(target, drafter, IDS, 6)
-    failing.remove()
-    assert not any(module._forward_pre_hooks for module in target.modules())
-    assert target.training and drafter.training
 
 
 # --- inside generate ---
+
+
+def generate(target, drafter, input_ids=IDS, **arguments):
+    arguments = {"max_new_tokens": 21, **arguments}
+    return target.generate(input_ids, custom_generate=speculative_decoding, drafter=drafter, **arguments)
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_generate_takes_it_as_custom_generate(name):
     target, answer = target_and_answer(name)
     oracle, forwards = oracle_for(target, answer, [True, False, True]), []
-    call = functools.partial(
-        target.generate, IDS, custom_generate=speculative_decoding, drafter=oracle, max_new_tokens=21
-    )
     handle = target.register_forward_hook(lambda *args: forwards.append(1))
-    output = call()
+    output = generate(target, oracle)
     handle.remove()
     assert output[0].tolist() == answer[: len(PROMPT) + 21]
     assert len(forwards) == 11
     stop = answer[len(PROMPT) + 4]
-    assert call(eos_token_id=[271, stop])[0].tolist() == answer[: answer.index(stop, len(PROMPT)) + 1]
+    stopped = generate(target, oracle, eos_token_id=[271, stop])
+    assert stopped[0].tolist() == answer[: answer.index(stop, len(PROMPT)) + 1]
+
+
+@pytest.mark.parametrize("name", ["dense", "hybrid"])
+def test_generate_takes_padded_prompts(name):
+    target, answer = target_and_answer(name)
+    prompts, stop = torch.tensor([PROMPT, [259] * 5 + [3, 9]]), answer[len(PROMPT) + 4]
+    mask = (prompts != 259).long()
+    output = generate(target, drafter_for(target), prompts, attention_mask=mask, eos_token_id=stop)
+    expected = target.generate(prompts, attention_mask=mask, eos_token_id=stop, max_new_tokens=21, do_sample=False)
+    assert output.tolist() == expected.tolist() and (output[0] == 259).any() and output[1, 2:].tolist()[3:] != [259]
+
+
+@pytest.mark.parametrize("name", ["dense", "hybrid"])
+@pytest.mark.parametrize("sampled", [{}, {"do_sample": True, "temperature": 2.0}])
+def test_a_streamer_gets_the_tokens_of_each_round_and_an_end(name, sampled):
+    """Also where decoding fails: its reader would wait for ever."""
+    target, answer = target_and_answer(name)
+    oracle, texts = oracle_for(target, answer, [True, False, True]), []
+    streamer = TextIteratorStreamer(byte_tokenizer(), skip_prompt=True, timeout=20)
+    reader = Thread(target=lambda: texts.extend(streamer))
+    reader.start()
+    output = generate(target, oracle, token_streamer=streamer, **sampled)
+    reader.join(20)
+    assert "".join(texts) == byte_tokenizer().decode(output[0, len(PROMPT) :])
+    puts = []
+    streamer.put, streamer.end = lambda tokens: puts.append(tokens.flatten().tolist()), lambda: puts.append("end")
+    if not sampled:
+        generate(target, oracle, token_streamer=streamer)
+        new = answer[len(PROMPT) : len(PROMPT) + 21]
+        assert puts == [PROMPT, new[:1], *(new[i : i + 2] for i in range(1, 21, 2)), "end"]
+    with refused(ValueError, "num_draft_tokens"):
+        generate(target, oracle, token_streamer=streamer, num_draft_tokens=9)
+    assert puts[-2:] == [PROMPT, "end"]
 
 
 def test_a_multimodal_target_decodes_texts_and_refuses_images():
@@ -492,32 +457,23 @@ def test_a_multimodal_target_decodes_texts_and_refuses_images():
     for use_cache in (True, False):
         output = speculative_generate(target, oracle, IDS, 20, use_cache=use_cache)
         assert output.sequences[0].tolist() == expected and set(output.committed[:-1]) == {2}
-    call = functools.partial(
-        target.generate, IDS, custom_generate=speculative_decoding, drafter=oracle, max_new_tokens=20
-    )
-    assert call()[0].tolist() == expected
+    assert generate(target, oracle, max_new_tokens=20)[0].tolist() == expected
+    outputs = speculative_generate_batch(target, drafter_for(target), [IDS, torch.tensor([[7]])], 20)
+    assert [output.sequences[0].tolist() for output in outputs] == [expected, greedy(target, [7], 20)]
     with refused(ValueError, "mm_encoder_outputs"):
-        call(mm_encoder_outputs={"image": torch.zeros(1)})
+        generate(target, oracle, mm_encoder_outputs={"image": torch.zeros(1)})
 
 
 def test_generate_samples_with_its_own_settings():
     target, answer = target_and_answer("dense")
-    call = functools.partial(
-        target.generate,
-        IDS,
-        custom_generate=speculative_decoding,
-        drafter=drafter_for(target),
-        max_new_tokens=12,
-        do_sample=True,
-    )
+    call = functools.partial(generate, target, drafter_for(target), max_new_tokens=12, do_sample=True, temperature=5.0)
     torch.manual_seed(0)
-    first = call(temperature=5.0, top_k=0)
-    assert not torch.equal(first, call(temperature=5.0, top_k=0))
+    first = call(top_k=0)
+    assert not torch.equal(first, call(top_k=0))
     torch.manual_seed(0)
-    assert torch.equal(first, call(temperature=5.0, top_k=0))
+    assert torch.equal(first, call(top_k=0))
     # One token kept is greedy, by top-k as by min-p.
-    assert call(temperature=5.0, top_k=1)[0].tolist() == answer[: len(PROMPT) + 12]
-    assert call(temperature=5.0, top_k=0, min_p=1.0)[0].tolist() == answer[: len(PROMPT) + 12]
+    assert call(top_k=1)[0].tolist() == call(top_k=0, min_p=1.0)[0].tolist() == answer[: len(PROMPT) + 12]
 
 
 @pytest.mark.parametrize(
@@ -527,17 +483,17 @@ def test_generate_samples_with_its_own_settings():
         ({"return_dict_in_generate": True}, "return_dict_in_generate"),
         ({"max_time": 100.0}, "MaxTimeCriteria"),
         ({"num_beams": 2}, "num_beams=2"),
-        ({"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1]])}, "attention_mask"),
+        ({"attention_mask": torch.tensor([[1, 0, 1, 1, 1, 1, 1]])}, "attention_mask"),
         ({"position_ids": torch.arange(7)[None] + 3}, "position_ids"),
         ({"output_attentions": True}, "output_attentions"),
         ({"drafter": None}, "drafter"),
+        ({"input_ids": IDS.repeat(2, 1), "token_streamer": 1}, "token_streamer"),
     ],
 )
 def test_generate_refuses_what_would_be_lost(arguments, name):
     target, _ = target_and_answer("dense")
-    arguments = {"drafter": drafter_for(target), **arguments}
     with refused(ValueError, name):
-        target.generate(IDS, custom_generate=speculative_decoding, max_new_tokens=5, **arguments)
+        generate(target, **{"drafter": drafter_for(target), **arguments})
 
 
 # --- sampling ---
@@ -634,17 +590,13 @@ def test_a_drafter_that_is_the_target_is_always_accepted():
 def test_temperature_zero_is_greedy_and_little_temperature_nearly_so():
     target, answer = target_and_answer("dense")
     oracle = oracle_for(target, answer, [True, False, True])
-    assert isinstance(Sampling.of(0.0, top_p=0.5, top_k=3, sample_drafts=True), Greedy)
     for arguments in ({"temperature": 0.0, "top_p": 0.5}, {"temperature": 1e-4}, {"temperature": 3.0, "top_k": 1}):
         output = speculative_generate(target, oracle, IDS, 21, **arguments)
         assert output.sequences[0].tolist() == answer[: len(PROMPT) + 21]
         assert output.committed == [2] * 10
-
-
-@pytest.mark.parametrize("given", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}])
-def test_settings_out_of_range_are_refused(given):
-    with refused(ValueError, *given, *given.values()):
-        Sampling.of(**{"temperature": 1.0, **given})
+    for wrong in ({"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}):
+        with refused(ValueError, *wrong, *wrong.values()):
+            Sampling.of(**{"temperature": 1.0, **wrong})
 
 
 def test_a_generator_makes_samples_repeat_themselves():
@@ -679,14 +631,16 @@ def check_samples(name, count, sample_drafts, vocab_size):
     target, drafter = small_models(name, vocab_size)
     expected = exact(target, PROMPT_OF_FEW, vocab_size, settings)
     settings |= {"sample_drafts": sample_drafts, "generator": torch.Generator().manual_seed(0)}
-    call = functools.partial(speculative_generate, target, drafter, torch.tensor([PROMPT_OF_FEW]), 3, [], **settings)
-    tokens = torch.cat([call().sequences[:, -3:] for _ in range(count)])
+    # Several at once, from one generator.
+    rows = [torch.tensor([PROMPT_OF_FEW])] * count
+    outputs = speculative_generate_batch(target, drafter, rows, 3, [], **settings)
+    tokens = torch.cat([output.sequences[:, -3:] for output in outputs])
     assert_drawn_from(cell_counts(tokens, vocab_size), expected)
 
 
 @pytest.mark.parametrize("name", ["dense", "hybrid"])
 def test_decoded_samples_have_the_targets_distribution(name):
-    check_samples(name, 220, sample_drafts=name == "dense", vocab_size=3)
+    check_samples(name, 1000, sample_drafts=name == "dense", vocab_size=3)
 
 
 @pytest.mark.slow
