@@ -154,10 +154,7 @@ def follow(right: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def right_drafts(
-    hidden_states: torch.Tensor,
-    labels: torch.Tensor,
-    head: Callable[[torch.Tensor], torch.Tensor],
-    vocab_size: int,
+    hidden_states: torch.Tensor, labels: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], vocab_size: int
 ) -> torch.Tensor:
     """Drafts of each block before the first wrong one, `[B, A]`, from the drafter's output `[B, A * b, D]`.
 
@@ -194,39 +191,24 @@ def walk_documents(
 ) -> list[WalkedAnswer]:
     """Walk the answers of documents; one [`WalkedAnswer`] per supervised stretch of two tokens or more.
 
-    The target wrote the answers. Documents have `input_ids` and `supervised_spans`. The drafter drafts
-    `num_draft_tokens` in a block, by default all that it was trained for.
+    The target wrote the answers. Documents have `input_ids` and `supervised_spans`. Blocks have `num_draft_tokens`
+    drafts, by default as many as the drafter was trained for.
     """
-    count = draft_count(drafter, num_draft_tokens)
-    return walk_draft_lengths(target, drafter, documents, [count], progress)[count]
-
-
-def walk_draft_lengths(
-    target: PreTrainedModel,
-    drafter: DFlashDraftModel,
-    documents: Documents,
-    draft_lengths: Sequence[int],
-    progress: bool = False,
-) -> dict[int, list[WalkedAnswer]]:
-    """[`walk_documents`] for several numbers of drafts in a block, with one forward of the target for all of them."""
     check_drafter(target, drafter)
-    own: Any = drafter.config
-    configs = {count: copy.copy(own) for count in draft_lengths}
-    for count, config in configs.items():
-        config.block_size = 1 + draft_count(drafter, count)
-    frozen, head = FrozenTarget(target, own.target_layer_ids), FrozenHead(target, drafter.device)
-    collator = DataCollatorForDFlash(own.block_size, num_anchors=1)
+    config: Any = copy.copy(drafter.config)
+    config.block_size = 1 + draft_count(drafter, num_draft_tokens)
+    frozen, head = FrozenTarget(target, config.target_layer_ids), FrozenHead(target, drafter.device)
+    collator = DataCollatorForDFlash(config.block_size, num_anchors=1)
     rows = PackedDataset(documents, int(document_lengths(documents).max()))
-    answers: dict[int, list[WalkedAnswer]] = {count: [] for count in draft_lengths}
+    answers: list[WalkedAnswer] = []
     with evaluation_mode(target, drafter):
         for row in tqdm(range(len(rows)), desc="walking", unit="row", disable=not progress):
             batch = collator([rows[row]])
             context = frozen.context_hidden_states(batch["input_ids"], batch["document_lengths"])
             on_device = {k: v.to(drafter.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
             context = context.to(drafter.device, drafter.dtype)
-            for count, config in configs.items():
-                answers[count] += walk_batch(drafter, config, head, on_device, context, CHUNK_ANCHORS)
-    return {count: sorted(walked, key=lambda answer: answer.document) for count, walked in answers.items()}
+            answers += walk_batch(drafter, config, head, on_device, context, CHUNK_ANCHORS)
+    return sorted(answers, key=lambda answer: answer.document)
 
 
 @dataclass
@@ -424,15 +406,10 @@ class AcceptanceReport:
 
     def speed_up_interval(self, confidence: float = 0.95, resamples: int = 2000, seed: int = 0) -> tuple[float, float]:
         """The same of the speed-up; nan where that is."""
-
-        def speed_up(tokens, seconds, plain_tokens, plain_seconds):
-            # A resample of prompts that a coarse clock gave no time has no speed.
-            has_time = np.minimum(seconds, plain_seconds) > 0
-            return np.where(has_time, (tokens / seconds) / (plain_tokens / plain_seconds), math.nan)
-
         if math.isnan(self.speed_up):
             return math.nan, math.nan
-        return _bootstrap(self._clocked(), speed_up, confidence, resamples, seed)
+        ratio = lambda tokens, seconds, *plain: (tokens / seconds) / np.divide(*plain)  # noqa: E731
+        return _bootstrap(self._clocked(), ratio, confidence, resamples, seed)
 
 
 def bootstrap_difference(
@@ -442,21 +419,16 @@ def bootstrap_difference(
 
     Each resample draws the same prompts for both. Reports over other prompts or budgets are a `ValueError`.
     """
-    if [p.prompt_ids for p in before.prompts] != [p.prompt_ids for p in after.prompts]:
+    sides = [
+        f"{len(report.prompts)} prompts with max_new_tokens={report.max_new_tokens}" for report in (before, after)
+    ]
+    if sides[0] != sides[1] or [p.prompt_ids for p in before.prompts] != [p.prompt_ids for p in after.prompts]:
         raise ValueError(
-            f"The reports are over different prompts ({len(before.prompts)} and {len(after.prompts)}, or other ids). "
-            "Measure both drafters on one list of prompts."
+            f"The reports are over {' and '.join(sides)}, or over different prompts. Measure both drafters on the same "
+            "prompts with one budget."
         )
-    if before.max_new_tokens != after.max_new_tokens:
-        raise ValueError(
-            f"The reports have max_new_tokens of {before.max_new_tokens} and {after.max_new_tokens}. Measure both "
-            "drafters with the same."
-        )
-
-    def difference_of_ratios(tokens, forwards, later_tokens, later_forwards):
-        return later_tokens / later_forwards - tokens / forwards
-
-    return _bootstrap([*before._counted(), *after._counted()], difference_of_ratios, confidence, resamples, seed)
+    difference = lambda tokens, forwards, *after: np.divide(*after) - tokens / forwards  # noqa: E731
+    return _bootstrap([*before._counted(), *after._counted()], difference, confidence, resamples, seed)
 
 
 def _mean(values: Sequence[int]) -> float:
@@ -475,9 +447,7 @@ def _bootstrap(
     `figure` makes figures `[resamples]` of the sums `[resamples]` of each column, which has a value for each prompt.
     """
     if not 0 < confidence < 1 or resamples < 1:
-        raise ValueError(
-            f"confidence={confidence}, resamples={resamples}: expected a share between 0 and 1, and >= 1."
-        )
+        raise ValueError(f"confidence={confidence}, resamples={resamples}: expected between 0 and 1, and >= 1.")
     columns = list(columns)
     draws = np.random.default_rng(seed).integers(0, len(columns[0]), (resamples, len(columns[0])))
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -714,19 +684,13 @@ def _compared(
     return replace(result, lossless=False, first_difference=first, top2_gap=largest - second, tie=tie)
 
 
-def answered_documents(report: AcceptanceReport) -> list[dict[str, Any]]:
-    """The report's prompts and answers as documents to walk."""
-    return [
-        {
-            "input_ids": p.prompt_ids + p.output_ids,
-            "supervised_spans": [[n := len(p.prompt_ids), n + len(p.output_ids)]],
-        }
-        for p in report.prompts
-    ]
-
-
-def pooled_length(answers: Iterable[WalkedAnswer]) -> float:
-    """The acceptance length of walked answers; nan without a verification."""
+def walked_length(
+    target: PreTrainedModel, drafter: DFlashDraftModel, report: AcceptanceReport, num_draft_tokens: int, progress: bool
+) -> float:
+    """The acceptance length of the report's own answers with some number of drafts; nan without a verification."""
+    rows = [(p.prompt_ids + p.output_ids, len(p.prompt_ids)) for p in report.prompts]
+    documents = [{"input_ids": ids, "supervised_spans": [[start, len(ids)]]} for ids, start in rows]
+    answers = walk_documents(target, drafter, documents, progress, num_draft_tokens)
     return _mean([n for answer in answers for n in answer.committed])
 
 
@@ -738,8 +702,8 @@ def walked_acceptance_length(
     The two are the same at any temperature as long as drafts are the drafter's likeliest tokens: a rejected draft is
     never drawn in its place, so that a sampled answer holds the draft exactly where it was accepted.
     """
-    answers = walk_documents(target, drafter, answered_documents(report), progress, report.block_size - 1)
-    walked, decoded = pooled_length(answers), report.acceptance_length
+    walked = walked_length(target, drafter, report, report.block_size - 1, progress)
+    decoded = report.acceptance_length
     # False where there is nothing to compare.
     if abs(walked - decoded) > MAX_DIFFERENCE_OF_WALK * decoded:
         logger.warning(

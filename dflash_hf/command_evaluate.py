@@ -47,7 +47,7 @@ from .acceptance import (
 )
 from .cli import parse_config, refuse_unused
 from .configuration_dflash import DFlashDraftConfig
-from .draft_length import DraftLengths, RoundCost
+from .draft_length import DraftLengths
 from .frozen_target import COMPUTE_TYPES, check_fits, load_model, refuse_token
 from .generation import Sampling
 from .modeling_dflash import DFlashDraftModel
@@ -310,24 +310,9 @@ def evaluate(args: EvaluationArguments, results: Results) -> None:
             if args.check_walk and not args.sample_drafts:
                 results.walked[name] = walked_acceptance_length(target, drafter, results.reports[name])
             if args.draft_lengths:
-                results.lengths[name] = foretell(args, target, drafter, results.reports[name], costs)
+                given = (args.draft_lengths, args.batch_sizes or [1], costs)
+                results.lengths[name] = draft_length.foretell(target, drafter, results.reports[name], *given)
         results.write_so_far()
-
-
-def foretell(
-    args: EvaluationArguments,
-    target: PreTrainedModel,
-    drafter: DFlashDraftModel,
-    report: AcceptanceReport,
-    costs: list[RoundCost] | None,
-) -> DraftLengths:
-    """The speeds that other numbers of drafts would have, by a drafter's answers and what rounds cost."""
-    taus = draft_length.walked_lengths(target, drafter, report, args.draft_lengths or [])
-    if costs is None:
-        # Rounds in the middle of the answers.
-        context = sum(len(p.prompt_ids) + len(p.output_ids) // 2 for p in report.prompts) // len(report.prompts)
-        costs = draft_length.measure_costs(target, drafter, taus, args.batch_sizes or [1], context)
-    return DraftLengths(taus, costs)
 
 
 def thinking_mode(args: EvaluationArguments) -> bool | None:

@@ -20,17 +20,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from .acceptance import (
-    AcceptanceReport,
-    answered_documents,
-    new_figure,
-    number,
-    plot_label,
-    pooled_length,
-    short_names,
-    table,
-    walk_draft_lengths,
-)
+from .acceptance import AcceptanceReport, new_figure, number, plot_label, short_names, table, walked_length
 from .generation import DecodingState, evaluation_mode, target_forward
 from .modeling_dflash import DFlashDraftModel
 
@@ -137,13 +127,22 @@ def read_costs(path: str | Path) -> list[RoundCost]:
     return costs
 
 
-def walked_lengths(
-    target: PreTrainedModel, drafter: DFlashDraftModel, report: AcceptanceReport, draft_lengths: Sequence[int]
-) -> dict[int, float]:
-    """The acceptance length of a report's answers by the number of drafts, of those that the drafter can draft."""
+def foretell(
+    target: PreTrainedModel,
+    drafter: DFlashDraftModel,
+    report: AcceptanceReport,
+    draft_lengths: Sequence[int],
+    batch_sizes: Sequence[int] = (1,),
+    costs: list[RoundCost] | None = None,
+) -> DraftLengths:
+    """Walk a report's answers with each number of drafts that the drafter has, and time rounds where no costs are."""
     possible = [count for count in draft_lengths if count < (drafter.config.block_size or 0)]
-    walked = walk_draft_lengths(target, drafter, answered_documents(report), possible, progress=True)
-    return {count: pooled_length(answers) for count, answers in walked.items()}
+    taus = {count: walked_length(target, drafter, report, count, progress=True) for count in possible}
+    if costs is None:
+        # Rounds in the middle of the answers.
+        lengths = [len(prompt.prompt_ids) + len(prompt.output_ids) // 2 for prompt in report.prompts]
+        costs = measure_costs(target, drafter, taus, batch_sizes, int(statistics.mean(lengths)))
+    return DraftLengths(taus, costs)
 
 
 @torch.no_grad()

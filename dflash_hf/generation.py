@@ -2,8 +2,8 @@
 """Speculative decoding, greedy or sampled, of one or several prompts at once, for dense and hybrid targets.
 
 A round drafts a block after the last known token of each prompt (the anchor), verifies it in one forward of the target
-and commits the accepted drafts and the target's own next token. [`DecodingState`] keeps the caches, [`Greedy`] and
-[`Sampling`] choose and accept tokens, [`_decode`] runs the rounds.
+and commits the accepted drafts and the target's own next token. [`DecodingState`] keeps the caches, [`Sampling`]
+chooses and accepts tokens, [`_decode`] runs the rounds.
 
 Shapes: B prompts (rows) of n tokens, m generated ones, S tokens of a forward, k drafts of a block of b = k + 1 slots,
 K layers of the target that the drafter reads (taps), D hidden size, V vocabulary.
@@ -60,8 +60,6 @@ _OWN_KWARGS = {"attention_mask", "cache", "cache_position", "logits_to_keep", "p
 
 def check_drafter(target: PreTrainedModel, drafter: DFlashDraftModel) -> None:
     """Refuse a drafter that was made for another target, and a target without head or without all its layers."""
-    if not isinstance(drafter, nn.Module):
-        raise ValueError(f"drafter is a {type(drafter).__name__}; load it with DFlashDraftModel.from_pretrained.")
     if target.get_output_embeddings() is None:
         raise ValueError(f"{type(target).__name__} has no output head; load the target with AutoModelForCausalLM.")
     check_fits(drafter.config, target.config, _embedding_table(target).shape[0])
@@ -82,17 +80,13 @@ def prompt_row(target: PreTrainedModel, prompt: Any, name: str = "input_ids") ->
     """A prompt of shape `[1, n]` in int64; one that the target cannot read is refused under its `name`."""
     row = torch.as_tensor(prompt)
     if row.dim() != 2 or row.shape[0] != 1 or row.shape[1] == 0 or row.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"{name} has the shape {list(row.shape)} and the type {row.dtype}; expected the token ids of one prompt, "
-            "whole numbers of shape [1, n] with n >= 1."
-        )
+        given = f"the shape {list(row.shape)} and the type {row.dtype}"
+        raise ValueError(f"{name} has {given}; expected token ids of one prompt, whole numbers [1, n] with n >= 1.")
     smallest, largest = torch.stack([row.min(), row.max()]).tolist()
     rows = _embedding_table(target).shape[0]
     if smallest < 0 or largest >= rows:
-        raise ValueError(
-            f"{name} holds the ids {smallest} to {largest}, the target's embedding has {rows} rows. Use the target's "
-            "own tokenizer."
-        )
+        given = f"the ids {smallest} to {largest}, the target's embedding has {rows} rows"
+        raise ValueError(f"{name} holds {given}. Use the target's own tokenizer.")
     return row.long()
 
 
@@ -108,8 +102,8 @@ def _check_budget(target: PreTrainedModel, longest_prompt: int, max_new_tokens: 
     if known is not None and longest_prompt + max_new_tokens + num_drafts - 1 > known:
         # The same words for all prompts, so that they are said once.
         logger.warning_once(
-            f"A prompt, max_new_tokens and the last block may need more positions than the target knows "
-            f"(max_position_embeddings={known}), where most targets write nonsense. Shorten prompts or answers."
+            f"A prompt, max_new_tokens and the last block may exceed the target's max_position_embeddings={known}, "
+            "where most targets write nonsense. Shorten prompts or answers."
         )
 
 
@@ -120,8 +114,8 @@ def _check_finite(**logits: torch.Tensor) -> None:
     for name, is_good in zip(logits, good, strict=True):
         if not is_good:
             raise FloatingPointError(
-                f"The {name}'s logits hold NaN or infinity: its weights are damaged, or its hidden states overflow in "
-                "their type. Check the checkpoint, or use bfloat16 or float32."
+                f"The {name}'s logits hold NaN or infinity: weights are damaged, or hidden states overflow. Check the "
+                "checkpoint, or use bfloat16 or float32."
             )
 
 
@@ -177,10 +171,7 @@ class DecodingState:
         """Read prompts `[B, S]`, padded on the left to unequal `lengths`; logits `[B, V]` of the tokens after them."""
         self.width = input_ids.shape[1]
         self.lengths = lengths or [self.width] * len(input_ids)
-        rows = self._padded_rows(0, self.width, input_ids.device)
-        self.context, logits = target_forward(
-            self.target, self.drafter, input_ids, num_logits=1, **self._caching, **rows
-        )
+        self.context, logits = self._read_by_target(input_ids, 0)
         self._prefix = input_ids[:, :0] if self.use_cache else input_ids
         _roll_back(self.target_cache, [0])
         return logits[:, 0]
@@ -198,11 +189,12 @@ class DecodingState:
         self._read = torch.cat([self._prefix, block], dim=1)
         for layer in self.recurrent:
             layer.may_roll_back = True
-        rows = self._padded_rows(block.shape[1], self._read.shape[1], block.device)
-        self._verified, logits = target_forward(
-            self.target, self.drafter, self._read, num_logits=block.shape[1], **self._caching, **rows
-        )
+        self._verified, logits = self._read_by_target(self._read, block.shape[1])
         return logits.flatten(0, 1)
+
+    def _read_by_target(self, input_ids: torch.Tensor, num_new: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self._padded_rows(num_new, input_ids.shape[1], input_ids.device)
+        return target_forward(self.target, self.drafter, input_ids, max(1, num_new), **self._caching, **rows)
 
     def commit(self, new_tokens: torch.Tensor | list[int]) -> None:
         """Keep the anchors and the accepted drafts of the last verification, after which new tokens are known.
@@ -399,36 +391,15 @@ def draft_forward(
 # --- How tokens are proposed and accepted, for B rows at once.
 
 
-class Greedy:
-    """Most likely tokens only."""
-
-    def propose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Drafts `[B, k]` for logits `[B, k, V]`, and what they were drawn from (None: the most likely)."""
-        return logits.argmax(dim=-1), None
-
-    def verify(
-        self, drafts: torch.Tensor, proposed_from: torch.Tensor | None, logits: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Accept the drafts `[B, k]` that are the target's own tokens, by its logits `[B, b, V]`.
-
-        `proposed_from` `[B, k, V]` is what `propose` drew them from. Returns the number of accepted drafts `[B]`, and
-        the tokens `[B, b]` of which as many and one more are committed.
-        """
-        predicted = logits.argmax(dim=-1)
-        accepted = (drafts == predicted[:, :-1]).long().cumprod(dim=1).sum(dim=1)
-        # Where drafts are right they are the target's own tokens.
-        return accepted, predicted
-
-
 @dataclass
 class Sampling:
-    """Tokens with the target's distribution after logits processors that look at one position alone.
+    """Tokens with the target's distribution after logits processors that look at one position alone; None is greedy.
 
     With `sample_drafts` drafts are drawn from the drafter's distribution; otherwise its most likely tokens are
     proposed, as servers do by default. The generator, by default the global one, is on the logits' device.
     """
 
-    processors: LogitsProcessorList
+    processors: LogitsProcessorList | None = None
     sample_drafts: bool = False
     generator: torch.Generator | None = None
 
@@ -439,20 +410,18 @@ class Sampling:
         top_k: int = 0,
         sample_drafts: bool = False,
         generator: torch.Generator | None = None,
-    ) -> "Greedy | Sampling":
-        """The way for settings of [`speculative_generate`], which is greedy at temperature 0."""
+    ) -> "Sampling":
+        """The way for settings of [`speculative_generate_batch`], which is greedy at temperature 0."""
         if not 0 <= temperature < float("inf") or not 0 < top_p <= 1 or top_k < 0:
             raise ValueError(
                 f"temperature={temperature}, top_p={top_p}, top_k={top_k}: expected temperature >= 0 (0: greedy), "
                 "0 < top_p <= 1 (1: all tokens) and top_k >= 0 (0: all tokens)."
             )
         if temperature == 0:
-            return Greedy()
+            return Sampling()
         processors = LogitsProcessorList([TemperatureLogitsWarper(float(temperature))])
-        if top_k > 0:
-            processors.append(TopKLogitsWarper(top_k))
-        if top_p < 1:
-            processors.append(TopPLogitsWarper(top_p))
+        processors += [TopKLogitsWarper(top_k)] if top_k > 0 else []
+        processors += [TopPLogitsWarper(top_p)] if top_p < 1 else []
         return Sampling(processors, sample_drafts, generator)
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
@@ -461,11 +430,12 @@ class Sampling:
         rows = rows if rows.dtype == torch.float64 else rows.float()
         # None of the processors reads the ids before a position.
         ids: Any = torch.empty(rows.shape[0], 0, dtype=torch.long, device=rows.device)
-        return self.processors(ids, rows).softmax(dim=-1).view(logits.shape)
+        rows = rows if self.processors is None else self.processors(ids, rows)
+        return rows.softmax(dim=-1).view(logits.shape)
 
     def propose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As [`Greedy.propose`]."""
-        if not self.sample_drafts:
+        """Drafts `[B, k]` for logits `[B, k, V]`, and what they were drawn from (None: the most likely)."""
+        if self.processors is None or not self.sample_drafts:
             return logits.argmax(dim=-1), None
         probabilities = self.probabilities(logits)
         return self._draw(probabilities), probabilities
@@ -473,7 +443,15 @@ class Sampling:
     def verify(
         self, drafts: torch.Tensor, proposed_from: torch.Tensor | None, logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Accept drafts so that what is committed has the target's distribution (Leviathan et al., 2211.17192)."""
+        """The number of accepted drafts `[B]`, and the tokens `[B, b]` of which as many and one more are committed.
+
+        `drafts` `[B, k]` were drawn from `proposed_from` `[B, k, V]`; `logits` `[B, b, V]` are the target's. What is
+        committed has the target's distribution (Leviathan et al., 2211.17192), or is its own greedy choice.
+        """
+        if self.processors is None:
+            predicted = logits.argmax(dim=-1)
+            # Where drafts are right they are the target's own tokens.
+            return (drafts == predicted[:, :-1]).long().cumprod(dim=1).sum(dim=1), predicted
         wanted = self.probabilities(logits)
         if proposed_from is None:
             proposed_from = torch.zeros_like(wanted[:, :-1]).scatter_(-1, drafts[..., None], 1.0)
@@ -496,10 +474,8 @@ class Sampling:
         flat = weights.flatten(0, -2)
         # Drawing waits for the device anyway.
         if not flat.sum(dim=-1).isfinite().all():
-            raise FloatingPointError(
-                "There is nothing to draw from: logits hold NaN or infinity. Check the weights, use bfloat16 or "
-                "float32, or temperature 0 in place of one very near to it."
-            )
+            said = "There is nothing to draw from: logits hold NaN or infinity"
+            raise FloatingPointError(f"{said}. Check the weights, use bfloat16 or float32, or temperature 0.")
         return torch.multinomial(flat, 1, generator=self.generator)[:, 0].view(weights.shape[:-1])
 
 
@@ -627,7 +603,7 @@ def _decode(
     target: PreTrainedModel,
     drafter: DFlashDraftModel,
     answers: list[_Answer],
-    sampling: Greedy | Sampling,
+    sampling: Sampling,
     use_cache: bool = True,
     num_draft_tokens: int | None = None,
 ) -> None:
@@ -697,9 +673,7 @@ def speculative_decoding(
     lengths = mask.sum(dim=1).tolist()
     prompts = [prompt_row(model, row[None, len(row) - n :]) for row, n in zip(input_ids, lengths, strict=True)]
     answers = [_Answer(prompt.to(model.device), budget, stop, token_streamer) for prompt in prompts]
-    sampling: Greedy | Sampling = Greedy()
-    if generation_config.do_sample:
-        sampling = Sampling(logits_processor, sample_drafts, generator)
+    sampling = Sampling(logits_processor, sample_drafts, generator) if generation_config.do_sample else Sampling()
     try:
         if token_streamer is not None:
             token_streamer.put(input_ids.cpu())
@@ -707,7 +681,7 @@ def speculative_decoding(
     finally:
         if token_streamer is not None:
             token_streamer.end()
-    pad = generation_config.pad_token_id
+    pad: Any = generation_config.pad_token_id
     padding = pad if pad is not None else next(iter(stop), 0)
     tokens = [input_ids.new_tensor(answer.tokens) for answer in answers]
     return torch.cat([input_ids, pad_sequence(tokens, batch_first=True, padding_value=padding)], dim=1)
@@ -733,11 +707,10 @@ def _check_supported(
     positions = model_kwargs.get("position_ids")
     if positions is not None and ((positions != attention_mask.cumsum(dim=1) - 1) & (attention_mask > 0)).any():
         lost.append("position_ids other than 0, 1, 2, ..")
-    for name, value in model_kwargs.items():
-        # A text's images are None or an empty dict.
-        is_empty = value is None or (isinstance(value, dict) and not value)
-        if name not in _OWN_KWARGS and not is_empty:
-            lost.append(name)
+    # A text's images are None or an empty dict.
+    lost += [
+        name for name, value in model_kwargs.items() if name not in _OWN_KWARGS and value is not None and value != {}
+    ]
     if lost:
         raise ValueError(
             f"generate was called with {', '.join(lost)}, whose effect would be lost. Speculative decoding takes "
