@@ -70,6 +70,8 @@ CHUNK_ANCHORS = 256
 TIE = 1e-4
 # Walk and decoding are the same verifications, but for ties.
 MAX_DIFFERENCE_OF_WALK = 0.03
+# Draws of prompts behind an interval.
+RESAMPLES = 2000
 
 
 # --- The teacher-forced walk.
@@ -395,40 +397,33 @@ class AcceptanceReport:
         own = {name: vars(self)[name] for name in ("block_size", "max_new_tokens", "batch_size")}
         return {**self.summary(), **own, "prompts": prompts}
 
-    def bootstrap_interval(
-        self, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
-    ) -> tuple[float, float]:
+    def bootstrap_interval(self, confidence: float = 0.95) -> tuple[float, float]:
         """Percentile bootstrap interval (low, high) of the pooled acceptance length, drawing whole prompts.
 
         One prompt gives an interval without width, which says nothing about others.
         """
-        return _bootstrap(self._counted(), np.divide, confidence, resamples, seed)
+        return _bootstrap(self._counted(), np.divide, confidence)
 
-    def speed_up_interval(self, confidence: float = 0.95, resamples: int = 2000, seed: int = 0) -> tuple[float, float]:
+    def speed_up_interval(self, confidence: float = 0.95) -> tuple[float, float]:
         """The same of the speed-up; nan where that is."""
-        if math.isnan(self.speed_up):
-            return math.nan, math.nan
-        ratio = lambda tokens, seconds, *plain: (tokens / seconds) / np.divide(*plain)  # noqa: E731
-        return _bootstrap(self._clocked(), ratio, confidence, resamples, seed)
+        return _bootstrap(
+            self._clocked(), lambda tokens, seconds, *plain: tokens / seconds / np.divide(*plain), confidence
+        )
 
 
 def bootstrap_difference(
-    before: AcceptanceReport, after: AcceptanceReport, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
+    before: AcceptanceReport, after: AcceptanceReport, confidence: float = 0.95
 ) -> tuple[float, float]:
     """Percentile bootstrap interval of `after - before`, over the same prompts and budget.
 
     Each resample draws the same prompts for both. Reports over other prompts or budgets are a `ValueError`.
     """
-    sides = [
-        f"{len(report.prompts)} prompts with max_new_tokens={report.max_new_tokens}" for report in (before, after)
-    ]
+    sides = [f"{len(r.prompts)} prompts with max_new_tokens={r.max_new_tokens}" for r in (before, after)]
     if sides[0] != sides[1] or [p.prompt_ids for p in before.prompts] != [p.prompt_ids for p in after.prompts]:
-        raise ValueError(
-            f"The reports are over {' and '.join(sides)}, or over different prompts. Measure both drafters on the same "
-            "prompts with one budget."
-        )
-    difference = lambda tokens, forwards, *after: np.divide(*after) - tokens / forwards  # noqa: E731
-    return _bootstrap([*before._counted(), *after._counted()], difference, confidence, resamples, seed)
+        said = f"The reports are over {' and '.join(sides)}, or over different prompts"
+        raise ValueError(f"{said}. Measure both drafters on one list.")
+    columns = [*before._counted(), *after._counted()]
+    return _bootstrap(columns, lambda a, b, *after: np.divide(*after) - a / b, confidence)
 
 
 def _mean(values: Sequence[int]) -> float:
@@ -440,16 +435,18 @@ def _ratio(value: float, parts: float) -> float:
 
 
 def _bootstrap(
-    columns: Iterable[np.ndarray], figure: Callable[..., np.ndarray], confidence: float, resamples: int, seed: int
+    columns: Iterable[np.ndarray], figure: Callable[..., np.ndarray], confidence: float
 ) -> tuple[float, float]:
     """The central share of a figure of sums over resampled prompts, left out where it is not a number.
 
-    `figure` makes figures `[resamples]` of the sums `[resamples]` of each column, which has a value for each prompt.
+    `figure` makes figures `[R]` of the sums `[R]` of each column, which has a value for each prompt.
     """
-    if not 0 < confidence < 1 or resamples < 1:
-        raise ValueError(f"confidence={confidence}, resamples={resamples}: expected between 0 and 1, and >= 1.")
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence is {confidence}; expected a share between 0 and 1.")
     columns = list(columns)
-    draws = np.random.default_rng(seed).integers(0, len(columns[0]), (resamples, len(columns[0])))
+    count = len(columns[0])
+    # Without a prompt there is nothing to draw, and all sums are 0.
+    draws = np.random.default_rng(0).integers(0, max(1, count), (RESAMPLES, count))
     with np.errstate(divide="ignore", invalid="ignore"):
         values = figure(*(column[draws].sum(axis=1) for column in columns))
     values = values[~np.isnan(values)]
@@ -718,21 +715,12 @@ def walked_acceptance_length(
 
 def markdown(reports: Mapping[str, AcceptanceReport], walked: Mapping[str, float]) -> str:
     """Tables of several drafters over the same prompts, with the acceptance lengths that were walked too."""
-    rows = [
-        [
-            name,
-            number(report.acceptance_length),
-            interval(report.bootstrap_interval()),
-            number(report.acceptance_length_without_last_block),
-            number(walked.get(name)),
-            number(report.tokens_per_second, 1),
-            number(report.plain_tokens_per_second, 1),
-            number(report.speed_up),
-            interval(report.speed_up_interval()),
-            _losslessness(report),
-        ]
-        for name, report in reports.items()
-    ]
+    rows = []
+    for name, report in reports.items():
+        lengths = [report.acceptance_length_without_last_block, walked.get(name)]
+        row = [name, number(report.acceptance_length), interval(report.bootstrap_interval()), *map(number, lengths)]
+        row += [number(report.tokens_per_second, 1), number(report.plain_tokens_per_second, 1)]
+        rows.append([*row, number(report.speed_up), interval(report.speed_up_interval()), _losslessness(report)])
     heads = ["drafter", "acceptance length", "95% interval", "without last blocks", "by the walk", "tokens/s"]
     heads += ["plain tokens/s", "speed-up", "its 95% interval", "equal to plain answers"]
     size = max((report.batch_size for report in reports.values()), default=1)
@@ -745,8 +733,8 @@ def markdown(reports: Mapping[str, AcceptanceReport], walked: Mapping[str, float
         for value in dict.fromkeys(value for group in groups for value in group):
             # Of a run that was interrupted, later drafters may lack some.
             count = max(len(group[value].prompts) for group in groups if value in group)
-            lengths = [group[value].acceptance_length if value in group else None for group in groups]
-            rows.append([value, str(count), *map(number, lengths)])
+            taus = [group[value].acceptance_length if value in group else None for group in groups]
+            rows.append([value, str(count), *map(number, taus)])
         if rows:
             parts.append(table([title, "prompts", *reports], rows))
     return "\n\n".join(parts) + "\n"

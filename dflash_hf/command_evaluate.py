@@ -292,21 +292,25 @@ def evaluate(args: EvaluationArguments, results: Results) -> None:
     how = asdict(args)
     settings = DecodingSettings(**{name: how[name] for name in vars(DecodingSettings(2)) if name != "eos_token_id"})
     shapes: dict[str, Any] = {}
-    results.environment = environment(target) | {"drafter_shapes": shapes}
+    # What a speed depends on besides the settings.
+    hardware = f"CPU ({platform.processor() or platform.machine()}), {torch.get_num_threads()} threads"
+    hardware = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else hardware
+    results.environment = {"device": str(target.device), "hardware": hardware, "threads": torch.get_num_threads()}
+    results.environment |= {"target_dtype": str(target.dtype), "drafter_shapes": shapes}
     warm_up = replace(settings, max_new_tokens=min(64, args.max_new_tokens))
     # What is wrong with any of them shows before hours are spent on the others.
     drafters: dict[str, Any] = {}
     for name, config in configs.items():
         print(f"Decoding with {name}", file=sys.stderr)
         # In the target's type, as a server runs it.
-        drafters[name] = drafter = DFlashDraftModel.from_pretrained(name).to(target.dtype).eval()
-        with beside(target, name, drafter):
+        drafters[name] = drafter = DFlashDraftModel.from_pretrained(name).to(target.device, target.dtype).eval()
+        with named(name):
             measure_acceptance(target, drafter, ids[:1], check_lossless=False, progress=False, settings=warm_up)
         shapes[name] = {"parameters": drafter.num_parameters(), "block_size": config.block_size}
     plain_answers(target, ids[:1], warm_up, progress=False)
     decode(target, drafters, ids, settings, results)
     for name, drafter in drafters.items():
-        with beside(target, name, drafter):
+        with named(name):
             if args.check_walk and not args.sample_drafts:
                 results.walked[name] = walked_acceptance_length(target, drafter, results.reports[name])
             if args.draft_lengths:
@@ -339,17 +343,6 @@ def load_target(args: EvaluationArguments, prompts: list[EvaluationPrompt]) -> t
     return model if model.device.type == torch.device(device).type else model.to(device), ids
 
 
-def environment(target: PreTrainedModel) -> dict[str, Any]:
-    """What a speed depends on besides the settings."""
-    cpu = f"CPU ({platform.processor() or platform.machine()}), {torch.get_num_threads()} threads"
-    return {
-        "device": str(target.device),
-        "hardware": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else cpu,
-        "threads": torch.get_num_threads(),
-        "target_dtype": str(target.dtype),
-    }
-
-
 def decode(
     target: PreTrainedModel,
     drafters: dict[str, DFlashDraftModel],
@@ -367,7 +360,7 @@ def decode(
             plain = plain_answers(target, rows, settings, progress=False)
             lengths = []
             for name, drafter in drafters.items():
-                with beside(target, name, drafter):
+                with named(name):
                     report = measure_acceptance(target, drafter, rows, settings=settings, plain=plain, progress=False)
                 report = results.keep(name, report)
                 lengths.append(f"{report.acceptance_length:.2f} x{report.speed_up:.2f}")
@@ -375,20 +368,12 @@ def decode(
 
 
 @contextmanager
-def beside(target: PreTrainedModel, name: str, drafter: Any) -> Iterator[None]:
-    """A drafter on the target's device, where it stays as long as there is room for another one and its answers.
-
-    Logits that are not numbers are said with its name.
-    """
-    drafter.to(target.device)
+def named(name: str) -> Iterator[None]:
+    """Logits that are not numbers are said with the drafter's name."""
     try:
         yield
     except FloatingPointError as error:
         raise FloatingPointError(f"With {name}: {error}") from error
-    finally:
-        needed = 4 * drafter.get_memory_footprint()
-        if target.device.type == "cuda" and torch.cuda.mem_get_info(target.device)[0] < needed:
-            drafter.to("cpu")
 
 
 # --- Measuring servers.

@@ -7,7 +7,6 @@ tokens of each. Costs are those of transformers here, or given: a server has its
 """
 
 import json
-import math
 import shlex
 import statistics
 import time
@@ -46,37 +45,26 @@ class DraftLengths:
     acceptance_lengths: dict[int, float]
     costs: list[RoundCost]
 
-    def __post_init__(self):
-        for size in self.batch_sizes:
-            known = [cost.num_draft_tokens for cost in self.costs if cost.batch_size == size]
-            outside = [k for k in self.acceptance_lengths if not min(known) <= k <= max(known)]
-            if outside:
-                raise ValueError(
-                    f"The costs for batch_size {size} are of {min(known)} to {max(known)} drafted tokens, and do not "
-                    f"tell those of {outside}. Measure the shortest and the longest block too."
-                )
+    def tokens_per_second(self) -> dict[int, dict[int, float]]:
+        """Expected tokens/s of all sequences, by batch size and number of drafts; 0 drafts are the target alone.
 
-    @property
-    def batch_sizes(self) -> list[int]:
-        return sorted({cost.batch_size for cost in self.costs})
-
-    def tokens_per_second(self, batch_size: int) -> dict[int, float]:
-        """Expected tokens/s of all sequences, by the number of drafts; of 0 drafts where their cost is known.
-
-        Between the lengths whose costs are known they are interpolated.
+        Costs between two known numbers of drafts are interpolated; what lies outside them is left out.
         """
-        rows = sorted((c for c in self.costs if c.batch_size == batch_size), key=lambda c: c.num_draft_tokens)
-        known = [cost.num_draft_tokens for cost in rows]
-        seconds = [cost.target_seconds + cost.draft_seconds for cost in rows]
-        lengths = ({0: 1.0} if known[0] == 0 else {}) | self.acceptance_lengths
-        return {k: batch_size * tau / float(np.interp(k, known, seconds)) for k, tau in lengths.items()}
+        speeds: dict[int, dict[int, float]] = {}
+        for size in sorted({cost.batch_size for cost in self.costs}):
+            rows = sorted((c for c in self.costs if c.batch_size == size), key=lambda c: c.num_draft_tokens)
+            known = [cost.num_draft_tokens for cost in rows]
+            seconds = [cost.target_seconds + cost.draft_seconds for cost in rows]
+            speeds[size] = {
+                count: size * tau / float(np.interp(count, known, seconds))
+                for count, tau in sorted({0: 1.0, **self.acceptance_lengths}.items())
+                if known[0] <= count <= known[-1]
+            }
+        return speeds
 
     def best(self) -> dict[int, int]:
         """The fastest number of drafts by batch size; 0 where drafting does not pay."""
-        speeds = {size: self.tokens_per_second(size) for size in self.batch_sizes}
-        return {
-            size: max(own, key=lambda k: -math.inf if math.isnan(own[k]) else own[k]) for size, own in speeds.items()
-        }
+        return {size: max(own, key=lambda k: own[k]) for size, own in self.tokens_per_second().items()}
 
     def schedule(self) -> list[list[int]]:
         """vLLM's `num_speculative_tokens_per_batch_size`: first and last batch size (inclusive) and their drafts.
@@ -92,36 +80,30 @@ class DraftLengths:
         return entries
 
     def vllm_command(self, target: str, drafter: str) -> str:
-        """The command that serves a target with the best numbers of drafts, which vary only with its V2 runner."""
-        schedule = self.schedule()
-        most = max(count for *_, count in schedule)
-        speculative: dict[str, Any] = {"method": "dflash", "model": drafter, "num_speculative_tokens": most}
-        if len(schedule) > 1:
-            speculative["num_speculative_tokens_per_batch_size"] = schedule
-        flags = f" --speculative-config {shlex.quote(json.dumps(speculative))}" if most else ""
+        """The command that serves a target with the best numbers of drafts, which only vLLM's V2 runner varies."""
+        schedule, flags = self.schedule(), ""
+        if most := max(count for *_, count in schedule):
+            speculative: dict[str, Any] = {"method": "dflash", "model": drafter, "num_speculative_tokens": most}
+            speculative |= {"num_speculative_tokens_per_batch_size": schedule} if len(schedule) > 1 else {}
+            flags = f" --speculative-config {shlex.quote(json.dumps(speculative))}"
         return f"vllm serve {shlex.quote(target)}{flags}"
 
     def to_dict(self) -> dict[str, Any]:
         """All of it in JSON types; the costs can be read again by [`read_costs`]."""
-        return {
-            "acceptance_lengths": self.acceptance_lengths,
-            "costs": [asdict(cost) for cost in self.costs],
-            "tokens_per_second": {size: self.tokens_per_second(size) for size in self.batch_sizes},
-            "best": self.best(),
-            "num_speculative_tokens_per_batch_size": self.schedule(),
-        }
+        told = {"tokens_per_second": self.tokens_per_second(), "best": self.best()}
+        return asdict(self) | told | {"num_speculative_tokens_per_batch_size": self.schedule()}
 
 
 def read_costs(path: str | Path) -> list[RoundCost]:
     """Costs from a JSON file `{"costs": [{"batch_size", "num_draft_tokens", "target_seconds", "draft_seconds"}, ..]}`.
 
-    Rows of 0 drafts are the target alone. Where only whole rounds were timed, `draft_seconds` are left out. A
-    `ValueError` for another form.
+    Rows of 0 drafts are the target alone. Where whole rounds were timed, `draft_seconds` are left out. A `ValueError`
+    for another form.
     """
     try:
         costs = [RoundCost(**row) for row in json.loads(Path(path).read_text(encoding="utf-8"))["costs"]]
-        if not costs or min(min(c.batch_size, c.num_draft_tokens + 1, c.target_seconds) for c in costs) <= 0:
-            raise ValueError("a batch_size, num_draft_tokens or target_seconds is missing or too small")
+        if min(min(c.batch_size, c.num_draft_tokens + 1, c.target_seconds) for c in costs) <= 0:
+            raise ValueError("a number is too small")
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} does not hold the costs of rounds ({error!r}); see results.json.") from error
     return costs
@@ -137,7 +119,9 @@ def foretell(
 ) -> DraftLengths:
     """Walk a report's answers with each number of drafts that the drafter has, and time rounds where no costs are."""
     possible = [count for count in draft_lengths if count < (drafter.config.block_size or 0)]
-    taus = {count: walked_length(target, drafter, report, count, progress=True) for count in possible}
+    walked = {count: walked_length(target, drafter, report, count, progress=True) for count in possible}
+    # None where every answer ended with its first token.
+    taus = {count: tau for count, tau in walked.items() if tau == tau}
     if costs is None:
         # Rounds in the middle of the answers.
         lengths = [len(prompt.prompt_ids) + len(prompt.output_ids) // 2 for prompt in report.prompts]
@@ -161,28 +145,25 @@ def measure_costs(
     for size in batch_sizes:
         ids = torch.randint(0, target.config.get_text_config().vocab_size, (size, context_length)).to(target.device)
         for count, tau in {0: 1.0, **acceptance_lengths}.items():
-            committed = [1 if math.isnan(tau) else round(tau)] * size
             with evaluation_mode(target, drafter), DecodingState(target, drafter, True, count or None) as state:
                 state.prefill(ids)
-                seconds = [_time_round(state, ids[:, -1:], count, committed) for _ in range(WARM_UP + ROUNDS)]
-            costs.append(RoundCost(size, count, *map(statistics.median, zip(*seconds[WARM_UP:], strict=True))))
+                rounds = [_time_round(state, ids[:, -1:], count, round(tau)) for _ in range(WARM_UP + ROUNDS)]
+            costs.append(RoundCost(size, count, *map(statistics.median, zip(*rounds[WARM_UP:], strict=True))))
     return costs
 
 
-def _time_round(
-    state: DecodingState, anchors: torch.Tensor, num_drafts: int, committed: list[int]
-) -> tuple[float, float]:
+def _time_round(state: DecodingState, anchors: torch.Tensor, num_drafts: int, committed: int) -> tuple[float, float]:
     """Seconds of the target's part of a round and of the draft."""
-    start = _now(anchors.device)
-    if num_drafts == 0:
-        caching = {"cache": state.target_cache, "use_cache": True}
-        target_forward(state.target, state.drafter, anchors, num_logits=1, **caching)
-        return _now(anchors.device) - start, 0.0
-    drafts = state.draft(anchors).argmax(dim=-1).to(anchors.device)
-    drafted = _now(anchors.device)
-    state.verify(anchors, drafts)
-    state.commit(committed)
-    return _now(anchors.device) - drafted, drafted - start
+    times = [_now(anchors.device)]
+    if num_drafts:
+        drafts = state.draft(anchors).argmax(dim=-1).to(anchors.device)
+        times.append(_now(anchors.device))
+        state.verify(anchors, drafts)
+        state.commit([committed] * len(anchors))
+    else:
+        target_forward(state.target, state.drafter, anchors, 1, cache=state.target_cache, use_cache=True)
+    times.append(_now(anchors.device))
+    return times[-1] - times[-2], times[-2] - times[0]
 
 
 def _now(device: torch.device) -> float:
@@ -195,12 +176,12 @@ def markdown(lengths: Mapping[str, DraftLengths], target: str) -> str:
     """A table for each drafter, the best number of drafts and the command for vLLM."""
     parts = []
     for name, own in lengths.items():
-        speeds = {size: own.tokens_per_second(size) for size in own.batch_sizes}
-        counts = sorted({count for part in speeds.values() for count in part})
+        speeds = own.tokens_per_second()
         heads = ["drafted tokens", "acceptance length", *(f"tokens/s, {size} at once" for size in speeds)]
-        cells = [[number(part.get(count), 1) for part in speeds.values()] for count in counts]
-        taus = [number(own.acceptance_lengths.get(count)) for count in counts]
-        rows = [[str(count), tau, *row] for count, tau, row in zip(counts, taus, cells, strict=True)]
+        rows = [
+            [str(count), number(tau), *(number(part.get(count), 1) for part in speeds.values())]
+            for count, tau in {0: 1.0, **own.acceptance_lengths}.items()
+        ]
         best = ", ".join(f"{count} for {size} at once" for size, count in own.best().items())
         parts.append(f"Drafted tokens of {name}, expected from their acceptance and the cost of rounds:")
         parts += [table(heads, rows), f"Best: {best}.", f"```bash\n{own.vllm_command(target, name)}\n```"]
@@ -212,8 +193,7 @@ def plot(lengths: Mapping[str, DraftLengths], path: Path, target: str) -> None:
     figure, panels = new_figure(len(lengths))
     figure.suptitle(plot_label(short_names([target])[0]))
     for name, own, axes in zip(short_names(lengths), lengths.values(), panels, strict=True):
-        for size in own.batch_sizes:
-            speeds = own.tokens_per_second(size)
+        for size, speeds in own.tokens_per_second().items():
             axes.plot(list(speeds), list(speeds.values()), marker=".", label=f"{size} at once")
         axes.set(xlabel="drafted tokens", ylabel="expected tokens/s", yscale="log", title=plot_label(name))
         axes.legend()

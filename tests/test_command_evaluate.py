@@ -130,8 +130,7 @@ def test_the_number_of_drafts_is_chosen_by_what_rounds_cost(run, words, folders,
     assert [(cost["batch_size"], cost["num_draft_tokens"]) for cost in told["costs"]] == [
         (size, count) for size in (1, 2) for count in (0, 1, 2)
     ]
-    for cost in told["costs"]:
-        assert cost["target_seconds"] > 0 and (cost["draft_seconds"] > 0) == (cost["num_draft_tokens"] > 0)
+    assert all(cost["target_seconds"] > 0 for cost in told["costs"])
     assert (tmp_path / "results" / "draft_lengths.png").stat().st_size > 5000
     # What was measured elsewhere is taken in its place.
     costs = [{"batch_size": 1, "num_draft_tokens": k, "target_seconds": [1.0, 0.1, 0.1][k]} for k in range(3)]
@@ -272,39 +271,33 @@ def test_what_a_server_answered_before_an_error_is_kept(run, start, prompt_file,
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, FloatingPointError])
 def test_an_interrupt_loses_nothing_that_was_computed(run, words, monkeypatch, tmp_path, stop):
-    calls, original = [], acceptance.speculative_generate_batch
+    """And a kill a minute, here 0 seconds."""
+    seen, keep, calls, decode = [], Results.keep, [], acceptance.speculative_generate_batch
+
+    def keep_and_look(*args):
+        keep(*args)
+        seen.append([drafter["num_prompts"] for drafter in written(tmp_path)["drafters"].values()])
+        return args[2]
 
     def interrupted(*args, **kwargs):
         calls.append(1)
         # Two warm-ups, two prompts by both drafters, and the third by the first.
         if len(calls) == 8:
             raise stop
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(acceptance, "speculative_generate_batch", interrupted)
-    with pytest.raises(SystemExit if stop is FloatingPointError else stop):
-        run(*words("first", "second"))
-    results = written(tmp_path)
-    first, second = results["drafters"].values()
-    assert (first["num_prompts"], second["num_prompts"], results["finished"]) == (3, 2, False)
-    assert results["walked"] == {} and list(second["by_source"]) == ["chat"]
-    assert "did not finish" in (tmp_path / "results" / "results.md").read_text()
-    names = sorted(path.name for path in (tmp_path / "results").iterdir())
-    assert names == ["acceptance.png", "results.json", "results.md"]
-
-
-def test_a_kill_loses_a_minute_and_not_a_night(run, words, monkeypatch, tmp_path):
-    seen, original = [], Results.keep
-
-    def keep_and_look(*args):
-        report = original(*args)
-        seen.append([drafter["num_prompts"] for drafter in written(tmp_path)["drafters"].values()])
-        return report
+        return decode(*args, **kwargs)
 
     monkeypatch.setattr(Results, "keep", keep_and_look)
     monkeypatch.setattr(command_evaluate, "WRITE_EVERY", 0.0)
-    run(*words("first", "second", num_prompts=2))
-    assert seen == [[1], [1, 1], [2, 1], [2, 2]]
+    monkeypatch.setattr(acceptance, "speculative_generate_batch", interrupted)
+    with pytest.raises(SystemExit if stop is FloatingPointError else stop):
+        run(*words("first", "second"))
+    assert seen == [[1], [1, 1], [2, 1], [2, 2], [3, 2]]
+    results = written(tmp_path)
+    second = list(results["drafters"].values())[1]
+    assert (results["finished"], results["walked"], list(second["by_source"])) == (False, {}, ["chat"])
+    assert "did not finish" in (tmp_path / "results" / "results.md").read_text()
+    names = sorted(path.name for path in (tmp_path / "results").iterdir())
+    assert names == ["acceptance.png", "results.json", "results.md"]
 
 
 def test_a_disk_that_is_full_at_the_end_takes_no_figure_along(run, words, monkeypatch, capsys):
