@@ -625,7 +625,7 @@ def _decode(
                 state.keep(going)
                 answers = [answers[row] for row in going]
             anchors = torch.tensor([answer.tokens[-1:] for answer in answers], device=device)
-            # The one place where drafts, and what they are drawn from, come out of the drafter's states.
+            # The one place where the drafter's hidden states, of which `draft_forward` makes logits, become drafts.
             draft_logits = state.draft(anchors).unflatten(0, (len(answers), -1)).to(device)
             drafts, proposed_from = sampling.propose(draft_logits)
             # The block always has b slots: how much of it fits is the cut's business.

@@ -492,6 +492,8 @@ def test_e1_e5_answers_are_the_targets_own_up_to_ties_and_walked_alike(name, dty
     report = measure_acceptance(target, drafter, prompts, progress=False, settings=settings, plain=plain)
     for prompt in report.prompts:
         assert prompt.lossless or prompt.top2_gap <= NEARLY_EQUAL[dtype], (prompt.first_difference, prompt.top2_gap)
+    sampled = replace(settings, temperature=2.0, top_p=0.9)
+    assert measure_acceptance(target, drafter, prompts, progress=False, settings=sampled).acceptance_length >= 1
     if dtype == torch.float32:
         assert report.acceptance_length > 1.3
         walked = walked_acceptance_length(target, drafter, report, progress=False)
