@@ -7,12 +7,12 @@ Shapes: B packed rows of T tokens, A anchors of a row, b slots of a block with i
 hidden size, V vocabulary.
 """
 
+import copy
 import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,6 +21,7 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -28,7 +29,14 @@ from transformers.utils import logging
 from .configuration_dflash import DFlashDraftConfig
 from .data_collator import IGNORE_INDEX, DataCollatorForDFlash
 from .frozen_target import FrozenHead, FrozenTarget
-from .generation import check_drafter, evaluation_mode, prompt_row, speculative_generate, stop_token_ids
+from .generation import (
+    check_drafter,
+    draft_count,
+    evaluation_mode,
+    prompt_row,
+    speculative_generate_batch,
+    stop_token_ids,
+)
 from .losses import CHUNK_LOGITS, draft_blocks
 from .modeling_dflash import DFlashDraftModel
 from .packing import Documents, PackedDataset, document_lengths
@@ -62,6 +70,8 @@ CHUNK_ANCHORS = 256
 TIE = 1e-4
 # Walk and decoding are the same verifications, but for ties.
 MAX_DIFFERENCE_OF_WALK = 0.03
+# Draws of prompts behind an interval.
+RESAMPLES = 2000
 
 
 # --- The teacher-forced walk.
@@ -146,10 +156,7 @@ def follow(right: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def right_drafts(
-    hidden_states: torch.Tensor,
-    labels: torch.Tensor,
-    head: Callable[[torch.Tensor], torch.Tensor],
-    vocab_size: int,
+    hidden_states: torch.Tensor, labels: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], vocab_size: int
 ) -> torch.Tensor:
     """Drafts of each block before the first wrong one, `[B, A]`, from the drafter's output `[B, A * b, D]`.
 
@@ -178,14 +185,20 @@ def _chunks(anchors: torch.Tensor, chunk_anchors: int | None, batch: Mapping[str
 
 
 def walk_documents(
-    target: PreTrainedModel, drafter: DFlashDraftModel, documents: Documents, progress: bool = False
+    target: PreTrainedModel,
+    drafter: DFlashDraftModel,
+    documents: Documents,
+    progress: bool = False,
+    num_draft_tokens: int | None = None,
 ) -> list[WalkedAnswer]:
     """Walk the answers of documents; one [`WalkedAnswer`] per supervised stretch of two tokens or more.
 
-    The target wrote the answers. Documents have `input_ids` and `supervised_spans`.
+    The target wrote the answers. Documents have `input_ids` and `supervised_spans`. Blocks have `num_draft_tokens`
+    drafts, by default as many as the drafter was trained for.
     """
     check_drafter(target, drafter)
-    config: Any = drafter.config
+    config: Any = copy.copy(drafter.config)
+    config.block_size = 1 + draft_count(drafter, num_draft_tokens)
     frozen, head = FrozenTarget(target, config.target_layer_ids), FrozenHead(target, drafter.device)
     collator = DataCollatorForDFlash(config.block_size, num_anchors=1)
     rows = PackedDataset(documents, int(document_lengths(documents).max()))
@@ -256,7 +269,8 @@ class PromptAcceptance:
     first_difference: int | None = None
     top2_gap: float | None = None
     tie: bool | None = None
-    # The time of the speculative decoding with its prefill; time and tokens of the target's own answer.
+    # The time of the speculative decoding with its prefill; time and tokens of the target's own answer. Prompts of a
+    # batch share their time by tokens.
     seconds: float | None = None
     plain_seconds: float | None = None
     plain_tokens: int | None = None
@@ -269,13 +283,14 @@ class PromptAcceptance:
 class AcceptanceReport:
     """Decodings of prompts, in the order given; `DEFINITION` says what the acceptance length is.
 
-    Slots per block of the drafter (`block_size`) are the largest possible acceptance length; `max_new_tokens` is the
-    budget per prompt.
+    Slots per block (`block_size`, the anchor's included) are the largest possible acceptance length; `max_new_tokens`
+    is the budget per prompt, and `batch_size` how many prompts were decoded together.
     """
 
     prompts: list[PromptAcceptance]
     block_size: int
     max_new_tokens: int
+    batch_size: int = 1
 
     @property
     def acceptance_length(self) -> float:
@@ -335,12 +350,13 @@ class AcceptanceReport:
         rows = [(sum(prompt.committed), len(prompt.committed)) for prompt in self.prompts]
         return np.array(rows, dtype=float).reshape(-1, 2).T
 
-    def by_position(self, width: int) -> list[dict[str, float]]:
+    def by_position(self, width: int | None = None) -> list[dict[str, float]]:
         """The acceptance length over the answer, which shows how it decays with the context.
 
-        Of each stretch of `width` tokens that holds a block's anchor: its first token (`position`; 0 is that of the
-        prefill), `blocks` and their `acceptance_length`.
+        Of each stretch of `width` tokens (a 16th of the budget by default) that holds a block's anchor: its first
+        token (`position`; 0 is that of the prefill), `blocks` and their `acceptance_length`.
         """
+        width = width or max(1, self.max_new_tokens // 16)
         blocks: dict[int, list[int]] = {}
         for prompt in self.prompts:
             position = 0
@@ -352,19 +368,20 @@ class AcceptanceReport:
             for index, values in sorted(blocks.items())
         ]
 
-    def groups(self, key: Callable[[PromptAcceptance], str | None]) -> dict[str, "AcceptanceReport"]:
-        """Reports of the prompts that share a value of `key` (such as their source), without those that have none."""
-        names = dict.fromkeys(name for prompt in self.prompts if (name := key(prompt)) is not None)
-        return {name: replace(self, prompts=[p for p in self.prompts if key(p) == name]) for name in names}
+    def groups(self, name: str) -> dict[str, "AcceptanceReport"]:
+        """Reports of the prompts that share a `source` or `language`, whichever `name` is, without those of none."""
+        values = [vars(prompt)[name] for prompt in self.prompts]
+        return {
+            value: replace(self, prompts=[p for p, own in zip(self.prompts, values, strict=True) if own == value])
+            for value in dict.fromkeys(values)
+            if value is not None
+        }
 
     def summary(self) -> dict[str, Any]:
         """The figures over all prompts in JSON types; None stands for values without anything to measure."""
-        return {
-            "acceptance_length": or_none(self.acceptance_length),
-            "acceptance_length_without_last_block": or_none(self.acceptance_length_without_last_block),
-            "tokens_per_second": or_none(self.tokens_per_second),
-            "plain_tokens_per_second": or_none(self.plain_tokens_per_second),
-            "speed_up": or_none(self.speed_up),
+        names = ["acceptance_length", "acceptance_length_without_last_block", "tokens_per_second"]
+        names += ["plain_tokens_per_second", "speed_up"]
+        return {name: or_none(getattr(self, name)) for name in names} | {
             "slot_acceptance": [or_none(value) for value in self.slot_acceptance],
             "committed_histogram": self.committed_histogram,
             "committed_tokens": sum(sum(prompt.committed) for prompt in self.prompts),
@@ -377,53 +394,36 @@ class AcceptanceReport:
     def to_dict(self) -> dict[str, Any]:
         """The report in JSON types, prompt by prompt too."""
         prompts = [{**asdict(prompt), "forwards": len(prompt.committed)} for prompt in self.prompts]
-        own = {"block_size": self.block_size, "max_new_tokens": self.max_new_tokens}
+        own = {name: vars(self)[name] for name in ("block_size", "max_new_tokens", "batch_size")}
         return {**self.summary(), **own, "prompts": prompts}
 
-    def bootstrap_interval(
-        self, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
-    ) -> tuple[float, float]:
+    def bootstrap_interval(self, confidence: float = 0.95) -> tuple[float, float]:
         """Percentile bootstrap interval (low, high) of the pooled acceptance length, drawing whole prompts.
 
         One prompt gives an interval without width, which says nothing about others.
         """
-        return _bootstrap(self._counted(), np.divide, confidence, resamples, seed)
+        return _bootstrap(self._counted(), np.divide, confidence)
 
-    def speed_up_interval(self, confidence: float = 0.95, resamples: int = 2000, seed: int = 0) -> tuple[float, float]:
+    def speed_up_interval(self, confidence: float = 0.95) -> tuple[float, float]:
         """The same of the speed-up; nan where that is."""
-
-        def speed_up(tokens, seconds, plain_tokens, plain_seconds):
-            # A resample of prompts that a coarse clock gave no time has no speed.
-            has_time = np.minimum(seconds, plain_seconds) > 0
-            return np.where(has_time, (tokens / seconds) / (plain_tokens / plain_seconds), math.nan)
-
-        if math.isnan(self.speed_up):
-            return math.nan, math.nan
-        return _bootstrap(self._clocked(), speed_up, confidence, resamples, seed)
+        return _bootstrap(
+            self._clocked(), lambda tokens, seconds, *plain: tokens / seconds / np.divide(*plain), confidence
+        )
 
 
 def bootstrap_difference(
-    before: AcceptanceReport, after: AcceptanceReport, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
+    before: AcceptanceReport, after: AcceptanceReport, confidence: float = 0.95
 ) -> tuple[float, float]:
     """Percentile bootstrap interval of `after - before`, over the same prompts and budget.
 
-    Each resample draws the same prompts for both.
+    Each resample draws the same prompts for both. Reports over other prompts or budgets are a `ValueError`.
     """
-    if [p.prompt_ids for p in before.prompts] != [p.prompt_ids for p in after.prompts]:
-        raise ValueError(
-            f"The reports are over different prompts ({len(before.prompts)} and {len(after.prompts)}, or other ids). "
-            "Measure both drafters on one list of prompts."
-        )
-    if before.max_new_tokens != after.max_new_tokens:
-        raise ValueError(
-            f"The reports have max_new_tokens of {before.max_new_tokens} and {after.max_new_tokens}. Measure both "
-            "drafters with the same."
-        )
-
-    def difference_of_ratios(tokens, forwards, later_tokens, later_forwards):
-        return later_tokens / later_forwards - tokens / forwards
-
-    return _bootstrap([*before._counted(), *after._counted()], difference_of_ratios, confidence, resamples, seed)
+    sides = [f"{len(r.prompts)} prompts with max_new_tokens={r.max_new_tokens}" for r in (before, after)]
+    if sides[0] != sides[1] or [p.prompt_ids for p in before.prompts] != [p.prompt_ids for p in after.prompts]:
+        said = f"The reports are over {' and '.join(sides)}, or over different prompts"
+        raise ValueError(f"{said}. Measure both drafters on one list.")
+    columns = [*before._counted(), *after._counted()]
+    return _bootstrap(columns, lambda a, b, *after: np.divide(*after) - a / b, confidence)
 
 
 def _mean(values: Sequence[int]) -> float:
@@ -435,18 +435,18 @@ def _ratio(value: float, parts: float) -> float:
 
 
 def _bootstrap(
-    columns: Iterable[np.ndarray], figure: Callable[..., np.ndarray], confidence: float, resamples: int, seed: int
+    columns: Iterable[np.ndarray], figure: Callable[..., np.ndarray], confidence: float
 ) -> tuple[float, float]:
     """The central share of a figure of sums over resampled prompts, left out where it is not a number.
 
-    `figure` makes figures `[resamples]` of the sums `[resamples]` of each column, which has a value for each prompt.
+    `figure` makes figures `[R]` of the sums `[R]` of each column, which has a value for each prompt.
     """
-    if not 0 < confidence < 1 or resamples < 1:
-        raise ValueError(
-            f"confidence={confidence}, resamples={resamples}: expected a share between 0 and 1, and >= 1."
-        )
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence is {confidence}; expected a share between 0 and 1.")
     columns = list(columns)
-    draws = np.random.default_rng(seed).integers(0, len(columns[0]), (resamples, len(columns[0])))
+    count = len(columns[0])
+    # Without a prompt there is nothing to draw, and all sums are 0.
+    draws = np.random.default_rng(0).integers(0, max(1, count), (RESAMPLES, count))
     with np.errstate(divide="ignore", invalid="ignore"):
         values = figure(*(column[draws].sum(axis=1) for column in columns))
     values = values[~np.isnan(values)]
@@ -465,8 +465,10 @@ class DecodingSettings:
 
     Args:
         max_new_tokens: Budget of generated tokens per prompt, at least 2: the first is the prefill's.
-        eos_token_id, temperature, top_p, top_k, sample_drafts, use_cache: As for [`speculative_generate`].
-        seed: Of the sampling; every prompt starts from it anew.
+        eos_token_id, temperature, top_p, top_k, sample_drafts, use_cache, num_draft_tokens: As for
+            [`speculative_generate_batch`].
+        seed: Of the sampling; every batch of prompts starts from it anew.
+        batch_size: Prompts that are decoded together, plainly too.
     """
 
     max_new_tokens: int
@@ -477,12 +479,14 @@ class DecodingSettings:
     sample_drafts: bool = False
     seed: int = 0
     use_cache: bool = True
+    num_draft_tokens: int | None = None
+    batch_size: int = 1
 
     def __post_init__(self):
-        if self.max_new_tokens < 2:
-            raise ValueError(
-                f"max_new_tokens is {self.max_new_tokens}; expected at least 2: the prefill's token is not verified."
-            )
+        for name, least in (("max_new_tokens", 2), ("batch_size", 1)):
+            if vars(self)[name] < least:
+                # The token of the prefill is not verified.
+                raise ValueError(f"{name} is {vars(self)[name]}; expected at least {least}.")
 
 
 @dataclass(frozen=True)
@@ -517,31 +521,37 @@ def prompt_rows(
     drafter: str | None = None,
 ) -> list[torch.Tensor]:
     """Each prompt as int64 `[1, n]`; a `ValueError` for none, and for one that the target cannot read."""
+    if isinstance(prompts, str) or not len(prompts):
+        raise ValueError(f"prompts is {prompts!r:.40}; give a list of at least one text, chat or list of token ids.")
     rows: list[Any] = list(prompts)
-    if isinstance(prompts, str):
-        raise ValueError(f"prompts is one text, {prompts[:40]!r}; give a list of texts.")
     is_text = [isinstance(p, str | EvaluationPrompt | dict) or (len(p) > 0 and isinstance(p[0], dict)) for p in rows]
     if any(is_text):
         mode = trained_mode(drafter) if drafter else None
         processing_class = processing_class or AutoTokenizer.from_pretrained(target.name_or_path)
         for index in np.flatnonzero(is_text):
             (rows[index],) = prompt_token_ids([rows[index]], processing_class, mode)
-    if not rows:
-        raise ValueError("There is no prompt to decode; give at least one text, chat or list of token ids.")
     rows = [torch.as_tensor(ids) for ids in rows]
     return [prompt_row(target, ids[None] if ids.dim() == 1 else ids, f"Prompt {i}") for i, ids in enumerate(rows)]
+
+
+def in_batches(rows: Sequence[Any], batch_size: int) -> list[Sequence[Any]]:
+    """Rows in groups that are decoded together."""
+    return [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
 
 
 def plain_answers(
     target: PreTrainedModel, prompts: Sequence[Prompt], settings: DecodingSettings, progress: bool = True
 ) -> list[PlainAnswer]:
-    """Let the target answer prompts one by one, with nothing of its generation config but pad and stop tokens."""
-    bar = tqdm(prompt_rows(target, prompts), desc="decoding plainly", unit="prompt", disable=not progress)
-    return [plain_answer(target, input_ids, settings) for input_ids in bar]
+    """Let the target answer prompts, with nothing of its generation config but pad and stop tokens."""
+    batches = in_batches(prompt_rows(target, prompts), settings.batch_size)
+    bar = tqdm(batches, desc="decoding plainly", unit="batch", disable=not progress)
+    return [answer for rows in bar for answer in _plain_batch(target, rows, settings)]
 
 
-def plain_answer(target: PreTrainedModel, input_ids: torch.Tensor, settings: DecodingSettings) -> PlainAnswer:
-    """`generate` with these settings, whatever the target's generation config says."""
+def _plain_batch(
+    target: PreTrainedModel, rows: Sequence[torch.Tensor], settings: DecodingSettings
+) -> list[PlainAnswer]:
+    """`generate` with these settings for prompts at once, whatever the target's generation config says."""
     own, stop = target.generation_config, stop_token_ids(target, settings.eos_token_id)
     config = GenerationConfig(
         do_sample=settings.temperature > 0,
@@ -552,19 +562,28 @@ def plain_answer(target: PreTrainedModel, input_ids: torch.Tensor, settings: Dec
     if settings.temperature > 0:
         config.update(temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k)
         torch.manual_seed(settings.seed)
-    input_ids = input_ids.to(target.device)
+    ids, mask = (
+        pad_sequence([part[0] for part in parts], batch_first=True, padding_side="left").to(target.device)
+        for parts in (rows, [torch.ones_like(row) for row in rows])
+    )
     # `generate` fills what a config leaves open from the target's own, so that one must be out of the way.
     target.generation_config = GenerationConfig()
     start = time.perf_counter()
     try:
         with evaluation_mode(target):
-            sequences = target.generate(  # type: ignore[operator]
-                input_ids, generation_config=config, attention_mask=torch.ones_like(input_ids)
-            )
+            sequences = target.generate(ids, generation_config=config, attention_mask=mask)  # type: ignore[operator]
     finally:
         target.generation_config = own
-    output_ids = sequences[0, input_ids.shape[1] :].tolist()
-    return PlainAnswer(output_ids, time.perf_counter() - start)
+    answers = sequences[:, ids.shape[1] :].tolist()
+    seconds = time.perf_counter() - start
+    # Padding follows the first stop token.
+    answers = [answer[: next((i for i, t in enumerate(answer, 1) if t in stop), len(answer))] for answer in answers]
+    return [PlainAnswer(answer, share) for answer, share in zip(answers, _shares(seconds, answers), strict=True)]
+
+
+def _shares(seconds: float, answers: Sequence[Sequence[int]]) -> list[float]:
+    """The time of answers that were decoded together, by their tokens."""
+    return [seconds * len(answer) / sum(map(len, answers)) for answer in answers]
 
 
 def measure_acceptance(
@@ -580,7 +599,7 @@ def measure_acceptance(
     plain: Sequence[PlainAnswer] | None = None,
     processing_class: PreTrainedTokenizerBase | None = None,
 ) -> AcceptanceReport:
-    """Decode prompts one by one and report the acceptance length.
+    """Decode prompts and report the acceptance length.
 
     Args:
         target: A whole causal language model, dense or hybrid.
@@ -592,7 +611,7 @@ def measure_acceptance(
         check_lossless: Also let the target answer alone and compare, which takes that much longer. Sampled answers
             differ from run to run, so only greedy ones are compared.
         progress: Show a bar with the speed of the speculative decoding.
-        settings: How to decode, where that is not greedy.
+        settings: How to decode, where that is not greedy and one prompt after the other.
         plain: The target's own answers with the same settings, where they are at hand.
         processing_class: The tokenizer of texts and chats; by default that of the target's folder or Hub id.
 
@@ -607,32 +626,37 @@ def measure_acceptance(
         raise ValueError("max_new_tokens or eos_token_id was given beside settings, which have their own.")
     if plain is not None and len(plain) != len(prompts):
         raise ValueError(f"There are {len(plain)} plain answers for {len(prompts)} prompts; expected one for each.")
-    report = AcceptanceReport([], drafter.config.block_size or 0, settings.max_new_tokens)
-    rows = prompt_rows(target, prompts, processing_class, drafter.name_or_path)
-    with tqdm(rows, desc="decoding", unit="prompt", disable=not progress) as bar:
-        for index, input_ids in enumerate(bar):
-            result = _decode_prompt(target, drafter, input_ids, settings)
+    block_size = 1 + draft_count(drafter, settings.num_draft_tokens)
+    report = AcceptanceReport([], block_size, settings.max_new_tokens, settings.batch_size)
+    batches = in_batches(prompt_rows(target, prompts, processing_class, drafter.name_or_path), settings.batch_size)
+    with tqdm(batches, desc="decoding", unit="batch", disable=not progress) as bar:
+        for rows in bar:
+            results, done = _decode_batch(target, drafter, rows, settings), len(report.prompts)
             if plain is not None or check_lossless:
-                answer = plain_answer(target, input_ids, settings) if plain is None else plain[index]
-                result = _compared(target, result, answer, settings)
-            report.prompts.append(result)
+                own = plain[done:] if plain is not None else _plain_batch(target, rows, settings)
+                results = [_compared(target, *pair, settings) for pair in zip(results, own, strict=False)]
+            report.prompts.extend(results)
             speed, length = report.tokens_per_second, report.acceptance_length
             bar.set_postfix_str(f"{speed:.1f} tokens/s, acceptance length {length:.2f}")
     return report
 
 
-def _decode_prompt(
-    target: PreTrainedModel, drafter: DFlashDraftModel, input_ids: torch.Tensor, settings: DecodingSettings
-) -> PromptAcceptance:
+def _decode_batch(
+    target: PreTrainedModel, drafter: DFlashDraftModel, rows: Sequence[torch.Tensor], settings: DecodingSettings
+) -> list[PromptAcceptance]:
+    """Decode prompts `[1, n]` together."""
     arguments = asdict(settings)
-    seed = arguments.pop("seed")
+    seed, _ = arguments.pop("seed"), arguments.pop("batch_size")
     generator = torch.Generator(target.device).manual_seed(seed) if settings.temperature > 0 else None
     start = time.perf_counter()
-    output = speculative_generate(target, drafter, input_ids, generator=generator, **arguments)
+    outputs = speculative_generate_batch(target, drafter, rows, generator=generator, **arguments)
     # Reading the tokens waits for the device.
-    output_ids = output.sequences[0, input_ids.shape[1] :].tolist()
-    seconds = time.perf_counter() - start
-    return PromptAcceptance(input_ids[0].tolist(), output_ids, output.committed, output.accepted, seconds=seconds)
+    answers = [out.sequences[0, row.shape[1] :].tolist() for out, row in zip(outputs, rows, strict=True)]
+    shares = _shares(time.perf_counter() - start, answers)
+    return [
+        PromptAcceptance(row[0].tolist(), answer, output.committed, output.accepted, seconds=share)
+        for row, answer, output, share in zip(rows, answers, outputs, shares, strict=True)
+    ]
 
 
 @torch.no_grad()
@@ -657,6 +681,16 @@ def _compared(
     return replace(result, lossless=False, first_difference=first, top2_gap=largest - second, tie=tie)
 
 
+def walked_length(
+    target: PreTrainedModel, drafter: DFlashDraftModel, report: AcceptanceReport, num_draft_tokens: int, progress: bool
+) -> float:
+    """The acceptance length of the report's own answers with some number of drafts; nan without a verification."""
+    rows = [(p.prompt_ids + p.output_ids, len(p.prompt_ids)) for p in report.prompts]
+    documents = [{"input_ids": ids, "supervised_spans": [[start, len(ids)]]} for ids, start in rows]
+    answers = walk_documents(target, drafter, documents, progress, num_draft_tokens)
+    return _mean([n for answer in answers for n in answer.committed])
+
+
 def walked_acceptance_length(
     target: PreTrainedModel, drafter: DFlashDraftModel, report: AcceptanceReport, progress: bool = True
 ) -> float:
@@ -665,15 +699,8 @@ def walked_acceptance_length(
     The two are the same at any temperature as long as drafts are the drafter's likeliest tokens: a rejected draft is
     never drawn in its place, so that a sampled answer holds the draft exactly where it was accepted.
     """
-    documents = [
-        {
-            "input_ids": p.prompt_ids + p.output_ids,
-            "supervised_spans": [[n := len(p.prompt_ids), n + len(p.output_ids)]],
-        }
-        for p in report.prompts
-    ]
-    answers = walk_documents(target, drafter, documents, progress)
-    walked, decoded = _mean([n for answer in answers for n in answer.committed]), report.acceptance_length
+    walked = walked_length(target, drafter, report, report.block_size - 1, progress)
+    decoded = report.acceptance_length
     # False where there is nothing to compare.
     if abs(walked - decoded) > MAX_DIFFERENCE_OF_WALK * decoded:
         logger.warning(
@@ -688,32 +715,26 @@ def walked_acceptance_length(
 
 def markdown(reports: Mapping[str, AcceptanceReport], walked: Mapping[str, float]) -> str:
     """Tables of several drafters over the same prompts, with the acceptance lengths that were walked too."""
-    rows = [
-        [
-            name,
-            number(report.acceptance_length),
-            interval(report.bootstrap_interval()),
-            number(report.acceptance_length_without_last_block),
-            number(walked.get(name)),
-            number(report.tokens_per_second, 1),
-            number(report.plain_tokens_per_second, 1),
-            number(report.speed_up),
-            interval(report.speed_up_interval()),
-            _losslessness(report),
-        ]
-        for name, report in reports.items()
-    ]
+    rows = []
+    for name, report in reports.items():
+        lengths = [report.acceptance_length_without_last_block, walked.get(name)]
+        row = [name, number(report.acceptance_length), interval(report.bootstrap_interval()), *map(number, lengths)]
+        row += [number(report.tokens_per_second, 1), number(report.plain_tokens_per_second, 1)]
+        rows.append([*row, number(report.speed_up), interval(report.speed_up_interval()), _losslessness(report)])
     heads = ["drafter", "acceptance length", "95% interval", "without last blocks", "by the walk", "tokens/s"]
     heads += ["plain tokens/s", "speed-up", "its 95% interval", "equal to plain answers"]
-    parts = [DEFINITION, table(heads, rows), _slots({name: r.slot_acceptance for name, r in reports.items()})]
+    size = max((report.batch_size for report in reports.values()), default=1)
+    at_once = "one sequence" if size == 1 else f"{size} sequences"
+    parts = [f"{DEFINITION} Speed-ups are of {at_once} at a time.", table(heads, rows)]
+    parts.append(_slots({name: report.slot_acceptance for name, report in reports.items()}))
     for title in ("source", "language"):
-        groups = [report.groups(attrgetter(title)) for report in reports.values()]
+        groups = [report.groups(title) for report in reports.values()]
         rows = []
         for value in dict.fromkeys(value for group in groups for value in group):
             # Of a run that was interrupted, later drafters may lack some.
             count = max(len(group[value].prompts) for group in groups if value in group)
-            lengths = [group[value].acceptance_length if value in group else None for group in groups]
-            rows.append([value, str(count), *map(number, lengths)])
+            taus = [group[value].acceptance_length if value in group else None for group in groups]
+            rows.append([value, str(count), *map(number, taus)])
         if rows:
             parts.append(table([title, "prompts", *reports], rows))
     return "\n\n".join(parts) + "\n"
@@ -807,7 +828,7 @@ def plot_reports(reports: Mapping[str, AcceptanceReport], path: Path, target: st
         counts = report.committed_histogram
         shares = [count / max(sum(counts), 1) for count in counts]
         histogram.bar([k + 1 + (index + 0.5) * width - 0.4 for k in range(len(shares))], shares, width)
-        stretches = report.by_position(max(1, report.max_new_tokens // 16))
+        stretches = report.by_position()
         positions.plot([s["position"] for s in stretches], [s["acceptance_length"] for s in stretches], marker=".")
     histogram.set(xlabel="tokens committed", ylabel="share of blocks", title="committed tokens per block")
     positions.set(xlabel="token of the answer", ylabel="acceptance length", title="acceptance over the answer")

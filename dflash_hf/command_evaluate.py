@@ -2,6 +2,7 @@
 """Measure what drafters save: acceptance length, speed-up and losslessness, by decoding here or on a running server.
 
     dflash-hf evaluate --target ID --drafters FOLDER [FOLDER ...] --presets humaneval gsm8k-100
+    dflash-hf evaluate --target ID --drafters FOLDER --prompts FILE --draft_lengths 1 3 5 7 10 15 --batch_sizes 1 16
     dflash-hf evaluate --server http://HOST:8000 --prompts prompts.jsonl
 
 [`read_prompts`] says what a prompt is; an answer at a chat's end is left out. results.json, results.md and
@@ -28,10 +29,12 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
+from . import draft_length
 from .acceptance import (
     DEFINITION,
     AcceptanceReport,
     DecodingSettings,
+    in_batches,
     markdown,
     measure_acceptance,
     plain_answers,
@@ -44,6 +47,7 @@ from .acceptance import (
 )
 from .cli import parse_config, refuse_unused
 from .configuration_dflash import DFlashDraftConfig
+from .draft_length import DraftLengths
 from .frozen_target import COMPUTE_TYPES, check_fits, load_model, refuse_token
 from .generation import Sampling
 from .modeling_dflash import DFlashDraftModel
@@ -56,17 +60,10 @@ logger = logging.get_logger(__name__)
 
 # Seconds after which what is measured so far is written once more.
 WRITE_EVERY = 60.0
-OF_DECODING_HERE = [
-    "target",
-    "target_model_init_kwargs",
-    "drafters",
-    "sample_drafts",
-    "dtype",
-    "device",
-    "check_walk",
-    "use_cache",
-]
+OF_DECODING_HERE = ["target", "target_model_init_kwargs", "drafters", "sample_drafts", "dtype", "device", "check_walk"]
+OF_DECODING_HERE += ["use_cache", "batch_size", "num_draft_tokens", "draft_lengths", "batch_sizes", "costs"]
 OF_SERVERS = ("model", "plain_server", "concurrency", "timeout")
+LEAST = {"num_prompts": 1, "max_new_tokens": 2, "concurrency": 1, "timeout": 1e-3, "batch_size": 1}
 
 
 @dataclass
@@ -88,20 +85,21 @@ class EvaluationArguments:
     top_k: int = field(default=0, metadata={"help": "Most likely tokens that sampling draws from; 0 for all."})
     sample_drafts: bool = field(default=False, metadata={"help": "Draw drafts instead of taking the likeliest."})
     seed: int = field(default=0, metadata={"help": "Seed of the sampling."})
-    enable_thinking: bool | None = field(
-        default=None, metadata={"help": "Handed to the chat template; by default as the drafters were trained."}
-    )
+    enable_thinking: bool | None = field(default=None, metadata={"help": "Mode of the chats; that of the training."})
     dtype: str = field(default="auto", metadata={"help": "Type of the target; auto is the checkpoint's own."})
     device: str | None = field(default=None, metadata={"help": "Device of the models; a GPU if there is one."})
     check_walk: bool = field(default=True, metadata={"help": "Compare decoding with the walk."})
-    use_cache: bool = field(
-        default=True, metadata={"help": "False decodes slowly, for targets whose caches cannot be rolled back."}
+    use_cache: bool = field(default=True, metadata={"help": "False is slow, for caches that cannot be rolled back."})
+    batch_size: int = field(default=1, metadata={"help": "Prompts decoded together; speed-ups are of so many."})
+    num_draft_tokens: int | None = field(default=None, metadata={"help": "Drafts of a block; by default all."})
+    draft_lengths: list[int] | None = field(
+        default=None, metadata={"help": "Drafts of blocks to compare: 1 3 5 7 10 15, say; too long ones are left out."}
     )
+    batch_sizes: list[int] | None = field(default=None, metadata={"help": "Sequences at once to compare for; 1."})
+    costs: str | None = field(default=None, metadata={"help": "JSON file of rounds' costs, instead of timing them."})
     server: list[str] | None = field(default=None, metadata={"help": "Addresses of vLLM or SGLang servers."})
     model: str | None = field(default=None, metadata={"help": "Model of the servers; the first that they list."})
-    plain_server: str | None = field(
-        default=None, metadata={"help": "Address of a server without speculation, for the speed-up."}
-    )
+    plain_server: str | None = field(default=None, metadata={"help": "Address of a server without speculation."})
     concurrency: int = field(default=1, metadata={"help": "Requests that a server gets at a time."})
     timeout: float = field(default=600.0, metadata={"help": "Seconds without a byte after which a request fails."})
 
@@ -110,22 +108,20 @@ class EvaluationArguments:
             raise ValueError("There is nothing to ask: give prompts (a file), presets, or both.")
         if bool(self.server) == bool(self.target and self.drafters):
             raise ValueError("Give either a target with drafters to decode with here, or a server to measure.")
-        for name, least in (("num_prompts", 1), ("max_new_tokens", 2), ("concurrency", 1), ("timeout", 1e-3)):
+        for name, least in LEAST.items():
             if vars(self)[name] is not None and vars(self)[name] < least:
                 raise ValueError(f"{name} is {vars(self)[name]}; expected at least {least}.")
         Sampling.of(self.temperature, self.top_p, self.top_k)
-        for name in ("drafters", "server", "presets"):
+        for name in ("drafters", "server", "presets", "draft_lengths", "batch_sizes"):
             values = vars(self)[name] or []
             if len(set(values)) < len(values):
-                raise ValueError(f"{name} names one twice: {' '.join(values)}.")
+                raise ValueError(f"{name} names one twice: {' '.join(map(str, values))}.")
+        for name in ("draft_lengths", "batch_sizes"):
+            if min(vars(self)[name] or [1]) < 1:
+                raise ValueError(f"{name} is {vars(self)[name]}; expected numbers of at least 1.")
         if self.dtype != "auto" and vars(torch).get(self.dtype) not in COMPUTE_TYPES:
             raise ValueError(f"dtype is {self.dtype!r}; expected auto, bfloat16, float16 or float32.")
         refuse_token(self.target_model_init_kwargs, "stand in the results")
-        try:
-            torch.zeros(1, device=self.device).item()
-        # Whatever torch says of a device that it does not know, has not, or that computes nothing.
-        except (RuntimeError, AssertionError) as error:
-            raise ValueError(f"device is {self.device}, which cannot be used ({error}).") from error
         if importlib.util.find_spec("matplotlib") is None:
             raise ValueError("The plots need matplotlib: `pip install 'dflash_hf[evaluation]'`.")
         if self.server:
@@ -134,6 +130,10 @@ class EvaluationArguments:
             refuse_unused(self, OF_SERVERS, "on decoding here, without a server")
         if self.temperature == 0:
             refuse_unused(self, ("top_p", "top_k", "sample_drafts"), "at temperature 0, which takes the best token")
+        if self.costs or not self.draft_lengths:
+            refuse_unused(self, ("batch_sizes",), "where no costs are measured, without draft_lengths or with costs")
+        if not self.draft_lengths:
+            refuse_unused(self, ("costs",), "without draft_lengths")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -175,12 +175,13 @@ def _end_in_order(*_: Any) -> None:
 
 @dataclass
 class Results:
-    """What has been measured so far."""
+    """What has been measured so far, by drafter or by the address of a server."""
 
     args: EvaluationArguments
     prompts: list[EvaluationPrompt] = field(default_factory=list)
     reports: dict[str, AcceptanceReport] = field(default_factory=dict)
     walked: dict[str, float] = field(default_factory=dict)
+    lengths: dict[str, DraftLengths] = field(default_factory=dict)
     servers: dict[str, ServerReport] = field(default_factory=dict)
     plain_tokens_per_second: float | None = None
     environment: dict[str, Any] = field(default_factory=dict)
@@ -188,11 +189,11 @@ class Results:
     written: float = field(default_factory=time.monotonic)
 
     def keep(self, name: str, report: AcceptanceReport) -> AcceptanceReport:
-        """Keep a drafter's report of one more prompt, with where that is from; gives the report so far."""
+        """Keep a drafter's report of the next prompts, with where those are from; gives the report so far."""
         earlier = self.reports[name].prompts if name in self.reports else []
-        prompt, (answer,) = self.prompts[len(earlier)], report.prompts
-        answer = replace(answer, source=prompt.source, language=prompt.language)
-        self.reports[name] = replace(report, prompts=[*earlier, answer])
+        new = zip(report.prompts, self.prompts[len(earlier) :], strict=False)
+        answers = [replace(answer, source=prompt.source, language=prompt.language) for answer, prompt in new]
+        self.reports[name] = replace(report, prompts=[*earlier, *answers])
         self.write_so_far(WRITE_EVERY)
         return self.reports[name]
 
@@ -215,28 +216,29 @@ class Results:
         """Show and write what was measured."""
         if not self.reports and not self.servers:
             return
-        folder = self.args.output_dir
         try:
             # Shown first: a disk that is full by now must not take it along.
             print(f"\n{self.table()}")
         finally:
             # Nor may a terminal take the files along that is gone, or cannot show a name.
             self.write()
-        print(f"results.json, results.md and acceptance.png are in {folder}.")
+        print(f"results.json, results.md and acceptance.png are in {self.args.output_dir}.")
 
     def table(self) -> str:
         """The results in Markdown."""
+        text = "" if self.finished else "The run did not finish: this is a part of its results.\n\n"
         if self.servers:
-            text = server_markdown(self.servers, self.plain_tokens_per_second)
-        else:
-            text = markdown(self.reports, self.walked)
-        return text if self.finished else f"The run did not finish: this is a part of its results.\n\n{text}"
+            return text + server_markdown(self.servers, self.plain_tokens_per_second)
+        text += markdown(self.reports, self.walked)
+        return f"{text}\n{draft_length.markdown(self.lengths, str(self.args.target))}" if self.lengths else text
 
     def write(self) -> None:
         """Write everything."""
         folder = Path(self.args.output_dir)
         when = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-        settings = asdict(self.args) | {"versions": _versions()} | when | self.environment
+        # Also where this package is used without being installed.
+        versions = {name: version(name) for name in ("dflash_hf", "torch", "transformers")}
+        settings = asdict(self.args) | {"versions": versions} | when | self.environment
         results: dict[str, Any] = {"definition": DEFINITION, "finished": self.finished, "settings": settings}
         if self.servers:
             results["plain_tokens_per_second"] = self.plain_tokens_per_second
@@ -246,15 +248,13 @@ class Results:
             results["walked"] = {name: value for name, value in self.walked.items() if value == value}
             results["drafters"] = {name: _report_result(report) for name, report in self.reports.items()}
             plot_reports(self.reports, folder / "acceptance.png", str(self.args.target))
+        if self.lengths:
+            results["draft_lengths"] = {name: own.to_dict() for name, own in self.lengths.items()}
+            draft_length.plot(self.lengths, folder / "draft_lengths.png", str(self.args.target))
         replace_file(folder / "results.json", json.dumps(results, indent=1))
         text = f"{self.table()}\nSettings:\n\n```json\n{json.dumps(settings, indent=1)}\n```\n"
         replace_file(folder / "results.md", text)
         self.written = time.monotonic()
-
-
-def _versions() -> dict[str, str]:
-    # Also where this package is used without being installed.
-    return {name: version(name) for name in ("dflash_hf", "torch", "transformers")}
 
 
 def _server_result(report: ServerReport) -> dict[str, Any]:
@@ -271,13 +271,9 @@ def _report_result(report: AcceptanceReport) -> dict[str, Any]:
     """A drafter's figures and answers in JSON types."""
     intervals = {"interval": report.bootstrap_interval(), "speed_up_interval": report.speed_up_interval()}
     result: dict[str, Any] = {name: None if low != low else [low, high] for name, (low, high) in intervals.items()}
-    groups = {
-        "by_source": report.groups(lambda prompt: prompt.source),
-        "by_language": report.groups(lambda prompt: prompt.language),
-    }
-    result |= {title: {name: part.summary() for name, part in parts.items()} for title, parts in groups.items()}
-    result["by_position"] = report.by_position(max(1, report.max_new_tokens // 16))
-    return result | report.to_dict()
+    for name in ("source", "language"):
+        result[f"by_{name}"] = {value: part.summary() for value, part in report.groups(name).items()}
+    return result | {"by_position": report.by_position()} | report.to_dict()
 
 
 # --- Decoding here.
@@ -287,6 +283,7 @@ def evaluate(args: EvaluationArguments, results: Results) -> None:
     """Decode with each drafter."""
     # Wrong names show before anything is computed.
     configs = {name: DFlashDraftConfig.from_pretrained(name) for name in args.drafters or []}
+    costs = draft_length.read_costs(args.costs) if args.costs else None
     args.enable_thinking = thinking_mode(args)
     target, ids = load_target(args, results.prompts)
     prompt_rows(target, ids)
@@ -295,23 +292,30 @@ def evaluate(args: EvaluationArguments, results: Results) -> None:
     how = asdict(args)
     settings = DecodingSettings(**{name: how[name] for name in vars(DecodingSettings(2)) if name != "eos_token_id"})
     shapes: dict[str, Any] = {}
-    results.environment = environment(target) | {"drafter_shapes": shapes}
+    # What a speed depends on besides the settings.
+    hardware = f"CPU ({platform.processor() or platform.machine()}), {torch.get_num_threads()} threads"
+    hardware = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else hardware
+    results.environment = {"device": str(target.device), "hardware": hardware, "threads": torch.get_num_threads()}
+    results.environment |= {"target_dtype": str(target.dtype), "drafter_shapes": shapes}
     warm_up = replace(settings, max_new_tokens=min(64, args.max_new_tokens))
     # What is wrong with any of them shows before hours are spent on the others.
     drafters: dict[str, Any] = {}
     for name, config in configs.items():
         print(f"Decoding with {name}", file=sys.stderr)
         # In the target's type, as a server runs it.
-        drafters[name] = drafter = DFlashDraftModel.from_pretrained(name).to(target.dtype).eval()
-        with beside(target, name, drafter):
+        drafters[name] = drafter = DFlashDraftModel.from_pretrained(name).to(target.device, target.dtype).eval()
+        with named(name):
             measure_acceptance(target, drafter, ids[:1], check_lossless=False, progress=False, settings=warm_up)
         shapes[name] = {"parameters": drafter.num_parameters(), "block_size": config.block_size}
     plain_answers(target, ids[:1], warm_up, progress=False)
     decode(target, drafters, ids, settings, results)
     for name, drafter in drafters.items():
-        if args.check_walk and not args.sample_drafts:
-            with beside(target, name, drafter):
+        with named(name):
+            if args.check_walk and not args.sample_drafts:
                 results.walked[name] = walked_acceptance_length(target, drafter, results.reports[name])
+            if args.draft_lengths:
+                given = (args.draft_lengths, args.batch_sizes or [1], costs)
+                results.lengths[name] = draft_length.foretell(target, drafter, results.reports[name], *given)
         results.write_so_far()
 
 
@@ -339,17 +343,6 @@ def load_target(args: EvaluationArguments, prompts: list[EvaluationPrompt]) -> t
     return model if model.device.type == torch.device(device).type else model.to(device), ids
 
 
-def environment(target: PreTrainedModel) -> dict[str, Any]:
-    """What a speed depends on besides the settings."""
-    cpu = f"CPU ({platform.processor() or platform.machine()}), {torch.get_num_threads()} threads"
-    return {
-        "device": str(target.device),
-        "hardware": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else cpu,
-        "threads": torch.get_num_threads(),
-        "target_dtype": str(target.dtype),
-    }
-
-
 def decode(
     target: PreTrainedModel,
     drafters: dict[str, DFlashDraftModel],
@@ -357,38 +350,30 @@ def decode(
     settings: DecodingSettings,
     results: Results,
 ) -> None:
-    """Each prompt plainly and by each drafter.
+    """Each batch of prompts plainly and by each drafter.
 
     Not one drafter after the other: machines become faster and slower by tens of percent within minutes, which the
     speed-ups would then hold.
     """
-    with tqdm(ids, desc="decoding", unit="prompt") as bar:
-        for row in bar:
-            plain = plain_answers(target, [row], settings, progress=False)
+    with tqdm(in_batches(ids, settings.batch_size), desc="decoding", unit="batch") as bar:
+        for rows in bar:
+            plain = plain_answers(target, rows, settings, progress=False)
             lengths = []
             for name, drafter in drafters.items():
-                with beside(target, name, drafter):
-                    report = measure_acceptance(target, drafter, [row], settings=settings, plain=plain, progress=False)
+                with named(name):
+                    report = measure_acceptance(target, drafter, rows, settings=settings, plain=plain, progress=False)
                 report = results.keep(name, report)
                 lengths.append(f"{report.acceptance_length:.2f} x{report.speed_up:.2f}")
             bar.set_postfix_str(f"acceptance length and speed-up {', '.join(lengths)}")
 
 
 @contextmanager
-def beside(target: PreTrainedModel, name: str, drafter: Any) -> Iterator[None]:
-    """A drafter on the target's device, where it stays as long as there is room for another one and its answers.
-
-    Logits that are not numbers are said with its name.
-    """
-    drafter.to(target.device)
+def named(name: str) -> Iterator[None]:
+    """Logits that are not numbers are said with the drafter's name."""
     try:
         yield
     except FloatingPointError as error:
         raise FloatingPointError(f"With {name}: {error}") from error
-    finally:
-        needed = 4 * drafter.get_memory_footprint()
-        if target.device.type == "cuda" and torch.cuda.mem_get_info(target.device)[0] < needed:
-            drafter.to("cpu")
 
 
 # --- Measuring servers.

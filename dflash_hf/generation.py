@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding of one prompt, greedy or sampled, for dense and hybrid targets.
+"""Speculative decoding, greedy or sampled, of one or several prompts at once, for dense and hybrid targets.
 
-A round drafts a block after the last known token (the anchor), verifies it in one forward of the target and commits
-the accepted drafts and the target's own next token. [`DecodingState`] keeps the caches, [`Greedy`] and [`Sampling`]
-choose and accept tokens, [`speculative_generate`] runs the rounds.
+A round drafts a block after the last known token of each prompt (the anchor), verifies it in one forward of the target
+and commits the accepted drafts and the target's own next token. [`DecodingState`] keeps the caches, [`Sampling`]
+chooses and accepts tokens, [`_decode`] runs the rounds.
 
-Shapes: n tokens of the prompt, m generated ones, S tokens of a forward, b slots of a block with its anchor, K layers
-of the target that the drafter reads (taps), D hidden size, V vocabulary.
+Shapes: B prompts (rows) of n tokens, m generated ones, S tokens of a forward, k drafts of a block of b = k + 1 slots,
+K layers of the target that the drafter reads (taps), D hidden size, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import (
     DFlashCache,
@@ -25,6 +26,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 from transformers.generation import (
+    BaseStreamer,
     EosTokenCriteria,
     LogitsProcessorList,
     MaxLengthCriteria,
@@ -48,7 +50,7 @@ from .frozen_target import (
 from .modeling_dflash import DFlashDraftModel
 
 
-__all__ = ["SpeculativeOutput", "speculative_decoding", "speculative_generate"]
+__all__ = ["SpeculativeOutput", "speculative_decoding", "speculative_generate", "speculative_generate_batch"]
 
 logger = logging.get_logger(__name__)
 
@@ -58,8 +60,6 @@ _OWN_KWARGS = {"attention_mask", "cache", "cache_position", "logits_to_keep", "p
 
 def check_drafter(target: PreTrainedModel, drafter: DFlashDraftModel) -> None:
     """Refuse a drafter that was made for another target, and a target without head or without all its layers."""
-    if not isinstance(drafter, nn.Module):
-        raise ValueError(f"drafter is a {type(drafter).__name__}; load it with DFlashDraftModel.from_pretrained.")
     if target.get_output_embeddings() is None:
         raise ValueError(f"{type(target).__name__} has no output head; load the target with AutoModelForCausalLM.")
     check_fits(drafter.config, target.config, _embedding_table(target).shape[0])
@@ -68,21 +68,25 @@ def check_drafter(target: PreTrainedModel, drafter: DFlashDraftModel) -> None:
         raise ValueError(f"The target has {depth} of its {expected} layers, cut for training. Decode with all of it.")
 
 
+def draft_count(drafter: DFlashDraftModel, num_draft_tokens: int | None) -> int:
+    """The drafts k of a block: those asked for, or all that the drafter was trained for."""
+    most = (drafter.config.block_size or 0) - 1
+    if num_draft_tokens is not None and not 1 <= num_draft_tokens <= most:
+        raise ValueError(f"num_draft_tokens is {num_draft_tokens}; this drafter drafts 1 to {most} tokens.")
+    return most if num_draft_tokens is None else num_draft_tokens
+
+
 def prompt_row(target: PreTrainedModel, prompt: Any, name: str = "input_ids") -> torch.Tensor:
     """A prompt of shape `[1, n]` in int64; one that the target cannot read is refused under its `name`."""
     row = torch.as_tensor(prompt)
     if row.dim() != 2 or row.shape[0] != 1 or row.shape[1] == 0 or row.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"{name} has the shape {list(row.shape)} and the type {row.dtype}; expected the token ids of one prompt, "
-            "whole numbers of shape [1, n] with n >= 1."
-        )
+        given = f"the shape {list(row.shape)} and the type {row.dtype}"
+        raise ValueError(f"{name} has {given}; expected token ids of one prompt, whole numbers [1, n] with n >= 1.")
     smallest, largest = torch.stack([row.min(), row.max()]).tolist()
     rows = _embedding_table(target).shape[0]
     if smallest < 0 or largest >= rows:
-        raise ValueError(
-            f"{name} holds the ids {smallest} to {largest}, the target's embedding has {rows} rows: the prompt was "
-            "made with another tokenizer. Use the target's."
-        )
+        given = f"the ids {smallest} to {largest}, the target's embedding has {rows} rows"
+        raise ValueError(f"{name} holds {given}. Use the target's own tokenizer.")
     return row.long()
 
 
@@ -90,47 +94,16 @@ def _embedding_table(target: PreTrainedModel) -> torch.Tensor:
     return target.get_input_embeddings().get_parameter("weight")
 
 
-def _check_budget(target: PreTrainedModel, drafter: DFlashDraftModel, prompt_length: int, max_new_tokens: int) -> None:
+def _check_budget(target: PreTrainedModel, longest_prompt: int, max_new_tokens: int, num_drafts: int) -> None:
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; expected at least 1, the token of the prefill.")
     known = target.config.get_text_config(decoder=True).to_dict().get("max_position_embeddings")
     # The last block may begin at the last token but one.
-    if known is not None and prompt_length + max_new_tokens + (drafter.config.block_size or 0) - 2 > known:
+    if known is not None and longest_prompt + max_new_tokens + num_drafts - 1 > known:
         # The same words for all prompts, so that they are said once.
         logger.warning_once(
-            f"A prompt, max_new_tokens and the last block may need more positions than the target knows "
-            f"(max_position_embeddings={known}), where most targets write nonsense. Shorten prompts or answers."
-        )
-
-
-def _check_supported(
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-) -> None:
-    """Refuse settings and inputs of `generate` whose effect would be lost, by name."""
-    known = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-    lost = [type(p).__name__ for p in processors if not (generation_config.do_sample and isinstance(p, known))]
-    lost += [type(c).__name__ for c in criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
-    if generation_config.num_beams not in (None, 1):
-        lost.append(f"num_beams={generation_config.num_beams}")
-    if generation_config.return_dict_in_generate:
-        lost.append("return_dict_in_generate")
-    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    if mask is not None and not mask.all():
-        lost.append("an attention_mask with zeros")
-    if positions is not None and (positions != torch.arange(positions.shape[-1]).to(positions)).any():
-        lost.append("position_ids other than 0, 1, 2, ..")
-    for name, value in model_kwargs.items():
-        # A text's images are None or an empty dict.
-        is_empty = value is None or (isinstance(value, dict) and not value)
-        if name not in _OWN_KWARGS and not is_empty:
-            lost.append(name)
-    if lost:
-        raise ValueError(
-            f"generate was called with {', '.join(lost)}, whose effect would be lost. Speculative decoding takes one "
-            "prompt, temperature, top_k, top_p, min_p, a budget and stop tokens; see the target's generation_config."
+            f"A prompt, max_new_tokens and the last block may exceed the target's max_position_embeddings={known}, "
+            "where most targets write nonsense. Shorten prompts or answers."
         )
 
 
@@ -141,8 +114,8 @@ def _check_finite(**logits: torch.Tensor) -> None:
     for name, is_good in zip(logits, good, strict=True):
         if not is_good:
             raise FloatingPointError(
-                f"The {name}'s logits hold NaN or infinity: its weights are damaged, or its hidden states overflow in "
-                "their type. Check the checkpoint, or use bfloat16 or float32."
+                f"The {name}'s logits hold NaN or infinity: weights are damaged, or hidden states overflow. Check the "
+                "checkpoint, or use bfloat16 or float32."
             )
 
 
@@ -154,21 +127,31 @@ MAX_WAITING = 48
 
 
 class DecodingState:
-    """The caches of one prompt's decoding; a context manager.
+    """The caches of B prompts that are decoded together; a context manager.
 
-    The first call is `prefill`, and a round is `draft`, `verify`, `commit`.
-    Both models are in eval mode. Without `use_cache` every forward reads all known tokens, which also works for a
-    target whose caches cannot be rolled back.
+    The first call is `prefill`, and a round is `draft`, `verify`, `commit`. Rows of different lengths end in the same
+    column: a shorter one has padding before its first token, which a mask hides. Both models are in eval mode. Without
+    `use_cache` every forward reads all known tokens, which also works for a target whose caches cannot be rolled back.
     """
 
-    def __init__(self, target: PreTrainedModel, drafter: DFlashDraftModel, use_cache: bool = True):
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafter: DFlashDraftModel,
+        use_cache: bool = True,
+        num_draft_tokens: int | None = None,
+    ):
         self.target, self.drafter, self.use_cache = target, drafter, use_cache
+        self.block_size = 1 + draft_count(drafter, num_draft_tokens)
         self.target_cache, self.drafter_cache = DynamicCache(config=target.config), DFlashCache(config=drafter.config)
         self.drafter_cache.activate_past_recording()
         self.recurrent = _recurrent_layers(target, self.target_cache) if use_cache else []
         self._caching = {"cache": self.target_cache if use_cache else None, "use_cache": use_cache}
         self._transform = logit_transform(target.config.get_text_config(decoder=True))
-        # Taps of committed tokens that the drafter has not read, and all tokens and taps of the last verification.
+        # Committed tokens that the target has read, of each row, and of the longest row together with its padding.
+        self.lengths: list[int] = []
+        self.width = 0
+        # The taps that the next draft reads, and all tokens and taps of the last verification.
         self.context = self._read = self._verified = torch.empty(0)
         # Committed tokens that the target reads in every forward; none where it caches them.
         self._prefix = torch.empty(1, 0, dtype=torch.long)
@@ -184,52 +167,104 @@ class DecodingState:
     def __exit__(self, *error) -> None:
         self._contexts.close()
 
-    def prefill(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Read the prompt `[1, S]`; returns the logits `[1, V]` of the token after it."""
-        self.context, logits = target_forward(self.target, self.drafter, input_ids, num_logits=1, **self._caching)
+    def prefill(self, input_ids: torch.Tensor, lengths: list[int] | None = None) -> torch.Tensor:
+        """Read prompts `[B, S]`, padded on the left to unequal `lengths`; logits `[B, V]` of the tokens after them."""
+        self.width = input_ids.shape[1]
+        self.lengths = lengths or [self.width] * len(input_ids)
+        self.context, logits = self._read_by_target(input_ids, 0)
         self._prefix = input_ids[:, :0] if self.use_cache else input_ids
-        self._crop_target(0)
-        return logits[0]
+        _roll_back(self.target_cache, [0])
+        return logits[:, 0]
 
-    def draft(self, anchor: torch.Tensor) -> torch.Tensor:
-        """Logits `[b - 1, V]` of the slots after the anchor `[1, 1]`, the last known token."""
+    def draft(self, anchors: torch.Tensor) -> torch.Tensor:
+        """Logits `[B * k, V]` of the slots after the anchors `[B, 1]`, the last known tokens."""
+        rows = self._padded_rows(self.block_size, self.context.shape[1] + self.block_size, self.drafter.device)
         cache = self.drafter_cache if self.use_cache else None
-        logits = draft_forward(self.target, self.drafter, anchor, self.context, cache)
-        if cache is not None:
-            # The block's own keys and values are of masked tokens.
-            cache.crop(-self.drafter.config.block_size)
-            self.context = self.context[:, :0]
+        logits = draft_forward(self.target, self.drafter, anchors, self.context, self.block_size, cache, **rows)
         return self._transform(logits)
 
-    def verify(self, anchor: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
-        """Logits `[b, V]` of the tokens after the anchor `[1, 1]` and after each draft `[b - 1]`."""
-        self._read = torch.cat([self._prefix, anchor, drafts[None]], dim=1)
+    def verify(self, anchors: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+        """Logits `[B * b, V]` of the tokens after the anchors `[B, 1]` and after each draft `[B, k]`."""
+        block = torch.cat([anchors, drafts.view(len(anchors), -1)], dim=1)
+        self._read = torch.cat([self._prefix, block], dim=1)
         for layer in self.recurrent:
             layer.may_roll_back = True
-        self._verified, logits = target_forward(
-            self.target, self.drafter, self._read, num_logits=1 + len(drafts), **self._caching
-        )
-        return logits[0]
+        self._verified, logits = self._read_by_target(self._read, block.shape[1])
+        return logits.flatten(0, 1)
 
-    def commit(self, new_tokens: torch.Tensor) -> None:
-        """Keep the anchor and the accepted drafts of the last verification, of which `new_tokens` `[1, m]` follow.
+    def _read_by_target(self, input_ids: torch.Tensor, num_new: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self._padded_rows(num_new, input_ids.shape[1], input_ids.device)
+        return target_forward(self.target, self.drafter, input_ids, max(1, num_new), **self._caching, **rows)
 
-        The last of them is the next anchor, which the target has not read as what it is now.
+    def commit(self, new_tokens: torch.Tensor | list[int]) -> None:
+        """Keep the anchors and the accepted drafts of the last verification, after which new tokens are known.
+
+        They are given as `[B, m]`, or by how many each row commits. The last one of each is its next anchor, which the
+        target has not read as what it is now.
         """
-        num_kept = self._prefix.shape[1] + new_tokens.shape[1]
-        num_dropped = self._read.shape[1] - num_kept
-        self._crop_target(num_dropped)
-        for layer in self.recurrent:
-            layer.drop(num_dropped)
-        self.context = self._verified[:, :num_kept]
+        counts = new_tokens if isinstance(new_tokens, list) else [new_tokens.shape[1]] * len(new_tokens)
+        dropped = [self._read.shape[1] - self._prefix.shape[1] - count for count in counts]
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self.width += max(counts)
         if not self.use_cache:
-            self._prefix = self._read[:, :num_kept]
+            self._prefix, self.context = _without_last(self._read, dropped), _without_last(self._verified, dropped)
+            return
+        _roll_back(self.target_cache, dropped)
+        for layer in self.recurrent:
+            layer.drop(dropped)
+        # All rows give the drafter equally many taps, so that no padding comes between cached and new ones: those that
+        # committed fewer tokens give again what they gave before, as far as windows of cached keys reach back.
+        num_context = counts[0] if len(counts) == 1 else min(self.block_size, self.context.shape[1] + min(counts))
+        # The block's own keys and values are of masked tokens.
+        _roll_back(self.drafter_cache, [self.block_size + num_context - count for count in counts])
+        taps = _without_last(torch.cat([self.context, self._verified], dim=1), dropped)
+        self.context = taps[:, -num_context:]
 
-    def _crop_target(self, num_tokens: int) -> None:
-        for layer in self.target_cache.layers if self.use_cache else []:
-            if isinstance(layer, DynamicLayer):
-                # Sliding layers expect the call after every forward, for nothing too.
-                layer.crop(-num_tokens)
+    def keep(self, rows: list[int]) -> None:
+        """Go on with these rows alone, after a `commit` or the `prefill`."""
+        index: Any = torch.tensor(rows)
+        for cache in (self.target_cache, self.drafter_cache) if self.use_cache else ():
+            cache.reorder_cache(index)
+        for layer in self.recurrent:
+            layer.keep(rows)
+        self.context, self._prefix = self.context[rows], self._prefix[rows]
+        self.lengths = [self.lengths[row] for row in rows]
+
+    def _padded_rows(self, num_new: int, num_read: int, device: torch.device) -> dict[str, torch.Tensor]:
+        """Where rows have padding: a mask of the known and `num_new` tokens, and positions of the last `num_read`."""
+        if min(self.lengths) == self.width:
+            return {}
+        padding = self.width - torch.tensor(self.lengths, device=device)[:, None]
+        columns = torch.arange(self.width + num_new, device=device) - padding
+        return {"attention_mask": (columns >= 0).long(), "position_ids": columns.clamp(min=0)[:, -num_read:]}
+
+
+def _shifted(tensor: torch.Tensor, dropped: Sequence[int], dim: int) -> torch.Tensor:
+    """Rows moved along `dim` to the right, so that all end alike if the last `min(dropped)` entries are cut off.
+
+    `dropped` are the entries that each row loses at its end; what comes to stand in front of it is left to a mask.
+    """
+    least = min(dropped)
+    if max(dropped) == least:
+        return tensor
+    moved = torch.tensor(dropped, device=tensor.device)[:, None] - least
+    index = (torch.arange(tensor.shape[dim], device=tensor.device) - moved).clamp(min=0)
+    shape = [len(dropped) if d == 0 else tensor.shape[d] if d == dim else 1 for d in range(tensor.dim())]
+    return torch.take_along_dim(tensor, index.view(shape), dim)
+
+
+def _without_last(rows: torch.Tensor, dropped: Sequence[int]) -> torch.Tensor:
+    """Rows `[B, S, ..]` without the last tokens that each of them loses."""
+    return _shifted(rows, dropped, 1)[:, : rows.shape[1] - min(dropped)]
+
+
+def _roll_back(cache: DynamicCache, dropped: Sequence[int]) -> None:
+    """Take the last tokens that each row loses out of the attention layers."""
+    for layer in cache.layers:
+        if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
+            layer.keys, layer.values = _shifted(layer.keys, dropped, 2), _shifted(layer.values, dropped, 2)
+            # Sliding layers expect the call after every forward, for nothing too.
+            layer.crop(-min(dropped))
 
 
 class _RecurrentLayer:
@@ -242,9 +277,10 @@ class _RecurrentLayer:
     def __init__(self, mixer: nn.Module, cache: Any):
         self.mixer, self.cache = mixer, cache
         self.snapshot: list[torch.Tensor] = []
-        self.waiting: torch.Tensor | None = None
-        # All inputs of the last verification, and how many of them are the block's.
-        self.inputs, self.num_new = torch.empty(0), 0
+        # Inputs `[w, D]` of each row: those that wait, and all of the last verification, the block's behind them.
+        self.waiting: list[torch.Tensor] = []
+        self.read: list[torch.Tensor] = []
+        self.num_new = 0
         # Set for the next forward alone.
         self.may_roll_back = False
 
@@ -252,30 +288,48 @@ class _RecurrentLayer:
         """Bring the state back to the copy and put the waiting inputs first."""
         if not self.may_roll_back:
             return None
-        if self.waiting is not None:
-            for state, saved in zip(self._states(), self.snapshot, strict=True):
-                state.copy_(saved)
-            if self.waiting.shape[1] > MAX_WAITING:
-                # Not through the module's call, whose hook this is.
-                mixer.forward(**{**kwargs, "hidden_states": self.waiting})
-                self.waiting = None
-        if self.waiting is None:
+        # The mask is of the block, in which nothing is padding.
+        new, kwargs = kwargs["hidden_states"], {**kwargs, "attention_mask": None}
+        if not self.snapshot:
+            self.waiting = [new[0, :0]] * len(new)
+        for state, saved in zip(self._states(), self.snapshot, strict=False):
+            state.copy_(saved)
+        full = [row for row, inputs in enumerate(self.waiting) if len(inputs) > MAX_WAITING]
+        for row in full:
+            self._advance(row, kwargs)
+        if full or not self.snapshot:
             self.snapshot = [state.clone() for state in self._states()]
-        new = kwargs["hidden_states"]
-        self.inputs = new if self.waiting is None else torch.cat([self.waiting, new], dim=1)
+        self.read = [torch.cat(parts) for parts in zip(self.waiting, new, strict=True)]
         self.num_new = new.shape[1]
-        return args, {**kwargs, "hidden_states": self.inputs}
+        # The padding is behind the tokens, where it changes nothing but the state that is rolled back.
+        return args, {**kwargs, "hidden_states": pad_sequence(self.read, batch_first=True)}
+
+    def _advance(self, row: int, kwargs: dict[str, Any]) -> None:
+        """Let the row's waiting inputs into its state."""
+        whole = self.cache.conv_states, self.cache.recurrent_states
+        parts = [{i: s if s is None else s[row : row + 1] for i, s in states.items()} for states in whole]
+        # The mixer writes into these views; not through the module's call, whose hook this is.
+        self.cache.conv_states, self.cache.recurrent_states = parts
+        self.mixer.forward(**{**kwargs, "hidden_states": self.waiting[row][None]})
+        self.cache.conv_states, self.cache.recurrent_states = whole
+        self.waiting[row] = self.waiting[row][:0]
 
     def after(self, mixer: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
         """Of the output only the new tokens' is wanted."""
-        output = output[:, -self.num_new :] if self.may_roll_back else output
+        if self.may_roll_back:
+            ends = [len(inputs) for inputs in self.read]
+            output = torch.stack([row[end - self.num_new : end] for row, end in zip(output, ends, strict=True)])
         self.may_roll_back = False
         return output
 
-    def drop(self, num_tokens: int) -> None:
+    def drop(self, dropped: Sequence[int]) -> None:
         """The last tokens that were read are not committed."""
-        # Where all are, the state is that of the committed tokens.
-        self.waiting = self.inputs[:, :-num_tokens] if num_tokens else None
+        self.waiting = [inputs[: len(inputs) - count] for inputs, count in zip(self.read, dropped, strict=True)]
+
+    def keep(self, rows: list[int]) -> None:
+        """Go on with these rows alone."""
+        self.snapshot = [saved[rows] for saved in self.snapshot]
+        self.waiting = [self.waiting[row] for row in rows] if self.waiting else []
 
     def _states(self) -> list[torch.Tensor]:
         states = [*self.cache.conv_states.values(), *self.cache.recurrent_states.values()]
@@ -300,12 +354,12 @@ def _recurrent_layers(target: PreTrainedModel, cache: DynamicCache) -> list[_Rec
 
 
 def target_forward(
-    target: PreTrainedModel, drafter: DFlashDraftModel, input_ids: torch.Tensor, num_logits: int, **cache_arguments
+    target: PreTrainedModel, drafter: DFlashDraftModel, input_ids: torch.Tensor, num_logits: int, **arguments
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Taps `[1, S, K * D]` of all tokens, for the drafter, and the logits `[1, num_logits, V]` of the last ones."""
+    """Taps `[B, S, K * D]` of all tokens, for the drafter, and the logits `[B, num_logits, V]` of the last ones."""
     # Entry 0 is the embeddings, so entry i + 1 is the output of layer i.
     entries = [i + 1 for i in drafter.config.target_layer_ids or []]
-    outputs = target(input_ids=input_ids, output_hidden_states=entries, logits_to_keep=num_logits, **cache_arguments)
+    outputs = target(input_ids=input_ids, output_hidden_states=entries, logits_to_keep=num_logits, **arguments)
     taps = [outputs.hidden_states[entry].to(drafter.device, drafter.dtype) for entry in entries]
     return torch.cat(taps, dim=-1), outputs.logits
 
@@ -313,13 +367,15 @@ def target_forward(
 def draft_forward(
     target: PreTrainedModel,
     drafter: DFlashDraftModel,
-    anchor: torch.Tensor,
+    anchors: torch.Tensor,
     context: torch.Tensor,
+    block_size: int,
     cache: DFlashCache | None = None,
+    **padded_rows: torch.Tensor,
 ) -> torch.Tensor:
-    """The drafter's logits `[b - 1, V]` for the slots after an anchor `[1, 1]`, before the target's scale or cap.
+    """The drafter's logits `[B * k, V]` for the slots after the anchors `[B, 1]`, before the target's scale or cap.
 
-    `context` `[1, S, K * D]` holds the taps of the tokens before the anchor that the cache does not hold, on the
+    `context` `[B, S, K * D]` holds the taps of the tokens before the anchors that the cache does not hold, on the
     drafter's device; the logits are on the head's.
     """
     # Not `losses.draft_blocks`, which writes a mask and positions for many anchors of packed rows: with a cache the
@@ -327,44 +383,23 @@ def draft_forward(
     config: Any = drafter.config
     # The rows of the table themselves: some targets scale them on their way in.
     table, head = _embedding_table(target), target.get_output_embeddings()
-    noise_embeds = block_inputs(table, anchor.to(table.device), config.mask_token_id, config.block_size)
-    output = drafter(noise_embeds.to(drafter.device, drafter.dtype), context, cache=cache)
-    return head(output.last_hidden_state[0, 1:].to(*head_place(table, head)))
+    noise_embeds = block_inputs(table, anchors.to(table.device), config.mask_token_id, block_size)
+    output = drafter(noise_embeds.to(drafter.device, drafter.dtype), context, cache=cache, **padded_rows)
+    return head(output.last_hidden_state[:, 1:].flatten(0, 1).to(*head_place(table, head)))
 
 
 # --- How tokens are proposed and accepted, for B rows at once.
 
 
-class Greedy:
-    """Most likely tokens only."""
-
-    def propose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Drafts `[B, b - 1]` for logits `[B, b - 1, V]`, and what they were drawn from (None: the most likely)."""
-        return logits.argmax(dim=-1), None
-
-    def verify(
-        self, drafts: torch.Tensor, proposed_from: torch.Tensor | None, logits: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Accept the drafts `[B, b - 1]` that are the target's own tokens, by its logits `[B, b, V]`.
-
-        `proposed_from` `[B, b - 1, V]` is what `propose` drew them from. Returns the number of accepted drafts `[B]`,
-        and the tokens `[B, b]` of which as many and one more are committed.
-        """
-        predicted = logits.argmax(dim=-1)
-        accepted = (drafts == predicted[:, :-1]).long().cumprod(dim=1).sum(dim=1)
-        # Where drafts are right they are the target's own tokens.
-        return accepted, predicted
-
-
 @dataclass
 class Sampling:
-    """Tokens with the target's distribution after logits processors that look at one position alone.
+    """Tokens with the target's distribution after logits processors that look at one position alone; None is greedy.
 
     With `sample_drafts` drafts are drawn from the drafter's distribution; otherwise its most likely tokens are
     proposed, as servers do by default. The generator, by default the global one, is on the logits' device.
     """
 
-    processors: LogitsProcessorList
+    processors: LogitsProcessorList | None = None
     sample_drafts: bool = False
     generator: torch.Generator | None = None
 
@@ -375,20 +410,18 @@ class Sampling:
         top_k: int = 0,
         sample_drafts: bool = False,
         generator: torch.Generator | None = None,
-    ) -> "Greedy | Sampling":
-        """The way for settings of [`speculative_generate`], which is greedy at temperature 0."""
+    ) -> "Sampling":
+        """The way for settings of [`speculative_generate_batch`], which is greedy at temperature 0."""
         if not 0 <= temperature < float("inf") or not 0 < top_p <= 1 or top_k < 0:
             raise ValueError(
                 f"temperature={temperature}, top_p={top_p}, top_k={top_k}: expected temperature >= 0 (0: greedy), "
                 "0 < top_p <= 1 (1: all tokens) and top_k >= 0 (0: all tokens)."
             )
         if temperature == 0:
-            return Greedy()
+            return Sampling()
         processors = LogitsProcessorList([TemperatureLogitsWarper(float(temperature))])
-        if top_k > 0:
-            processors.append(TopKLogitsWarper(top_k))
-        if top_p < 1:
-            processors.append(TopPLogitsWarper(top_p))
+        processors += [TopKLogitsWarper(top_k)] if top_k > 0 else []
+        processors += [TopPLogitsWarper(top_p)] if top_p < 1 else []
         return Sampling(processors, sample_drafts, generator)
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
@@ -397,11 +430,12 @@ class Sampling:
         rows = rows if rows.dtype == torch.float64 else rows.float()
         # None of the processors reads the ids before a position.
         ids: Any = torch.empty(rows.shape[0], 0, dtype=torch.long, device=rows.device)
-        return self.processors(ids, rows).softmax(dim=-1).view(logits.shape)
+        rows = rows if self.processors is None else self.processors(ids, rows)
+        return rows.softmax(dim=-1).view(logits.shape)
 
     def propose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As [`Greedy.propose`]."""
-        if not self.sample_drafts:
+        """Drafts `[B, k]` for logits `[B, k, V]`, and what they were drawn from (None: the most likely)."""
+        if self.processors is None or not self.sample_drafts:
             return logits.argmax(dim=-1), None
         probabilities = self.probabilities(logits)
         return self._draw(probabilities), probabilities
@@ -409,7 +443,15 @@ class Sampling:
     def verify(
         self, drafts: torch.Tensor, proposed_from: torch.Tensor | None, logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Accept drafts so that what is committed has the target's distribution (Leviathan et al., 2211.17192)."""
+        """The number of accepted drafts `[B]`, and the tokens `[B, b]` of which as many and one more are committed.
+
+        `drafts` `[B, k]` were drawn from `proposed_from` `[B, k, V]`; `logits` `[B, b, V]` are the target's. What is
+        committed has the target's distribution (Leviathan et al., 2211.17192), or is its own greedy choice.
+        """
+        if self.processors is None:
+            predicted = logits.argmax(dim=-1)
+            # Where drafts are right they are the target's own tokens.
+            return (drafts == predicted[:, :-1]).long().cumprod(dim=1).sum(dim=1), predicted
         wanted = self.probabilities(logits)
         if proposed_from is None:
             proposed_from = torch.zeros_like(wanted[:, :-1]).scatter_(-1, drafts[..., None], 1.0)
@@ -432,10 +474,8 @@ class Sampling:
         flat = weights.flatten(0, -2)
         # Drawing waits for the device anyway.
         if not flat.sum(dim=-1).isfinite().all():
-            raise FloatingPointError(
-                "There is nothing to draw from: logits hold NaN or infinity. Check the weights, use bfloat16 or "
-                "float32, or temperature 0 in place of one very near to it."
-            )
+            said = "There is nothing to draw from: logits hold NaN or infinity"
+            raise FloatingPointError(f"{said}. Check the weights, use bfloat16 or float32, or temperature 0.")
         return torch.multinomial(flat, 1, generator=self.generator)[:, 0].view(weights.shape[:-1])
 
 
@@ -444,7 +484,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class SpeculativeOutput:
-    """What was generated, and what each verification contributed.
+    """What was generated after one prompt, and what each verification contributed.
 
     Args:
         sequences: The prompt and the `m` generated tokens, `[1, n + m]`, on the target's device.
@@ -464,6 +504,21 @@ def speculative_generate(
     input_ids: torch.Tensor,
     max_new_tokens: int,
     eos_token_id: int | list[int] | None = None,
+    **settings: Any,
+) -> SpeculativeOutput:
+    """Generate the target's own continuation, several tokens per forward of the target.
+
+    `input_ids` `[1, n]` are one prompt of at least one token; all else is as for [`speculative_generate_batch`].
+    """
+    return speculative_generate_batch(target, drafter, [input_ids], max_new_tokens, eos_token_id, **settings)[0]
+
+
+def speculative_generate_batch(
+    target: PreTrainedModel,
+    drafter: DFlashDraftModel,
+    prompts: Sequence[torch.Tensor],
+    max_new_tokens: int,
+    eos_token_id: int | list[int] | None = None,
     *,
     temperature: float = 0.0,
     top_p: float = 1.0,
@@ -471,17 +526,18 @@ def speculative_generate(
     sample_drafts: bool = False,
     generator: torch.Generator | None = None,
     use_cache: bool = True,
-) -> SpeculativeOutput:
-    """Generate the target's own continuation, several tokens per forward of the target.
+    num_draft_tokens: int | None = None,
+) -> list[SpeculativeOutput]:
+    """Generate the target's own continuations of several prompts at once; one output for each.
 
-    At temperature 0 the tokens are those of the target's greedy decoding; above it they have the distribution of the
-    target's sampling.
+    At temperature 0 the tokens are those of the target's greedy decoding of each prompt alone; above it they have the
+    distribution of the target's sampling, and one generator draws for all.
 
     Args:
         target (`PreTrainedModel`): A whole causal language model, dense or hybrid.
         drafter (`DFlashDraftModel`): A drafter made for it, on any device and of any floating type.
-        input_ids (`torch.Tensor` of shape `[1, n]`): One prompt of at least one token.
-        max_new_tokens: Budget of generated tokens, at least 1; fewer where an end-of-sequence token comes first.
+        prompts (sequence of `torch.Tensor` of shape `[1, n]`): Of any lengths, at least one token each.
+        max_new_tokens: Budget of generated tokens per prompt, at least 1; fewer where an end-of-sequence token comes.
         eos_token_id: One or several ids after which generation stops; None takes those of
             `target.generation_config`, an empty list stops at none.
         temperature: Divides the logits; 0 is greedy.
@@ -490,53 +546,95 @@ def speculative_generate(
         sample_drafts: Draw the drafts from the drafter's distribution instead of proposing its most likely tokens.
         generator: Source of the sampling's randomness on the target's device; the global one by default.
         use_cache: False reads all known tokens again in every forward, for targets whose caches cannot be rolled back.
+        num_draft_tokens: Drafts of a block, fewer than the drafter's block size; by default all.
 
     Raises:
         ValueError: For a drafter or prompt of another target, a setting out of range, or caches that cannot go back.
         FloatingPointError: When the target or the drafter computes logits that are not finite numbers.
     """
     check_drafter(target, drafter)
-    known = prompt_row(target, input_ids).to(target.device)
+    names = ["input_ids"] if len(prompts) == 1 else [f"Prompt {i}" for i in range(len(prompts))]
+    rows = [prompt_row(target, prompt, name) for prompt, name in zip(prompts, names, strict=True)]
     sampling = Sampling.of(temperature, top_p, top_k, sample_drafts, generator)
     stop = stop_token_ids(target, eos_token_id)
-    return _decode(target, drafter, known, max_new_tokens, stop, sampling, use_cache)
+    answers = [_Answer(row.to(target.device), max_new_tokens, stop) for row in rows]
+    _decode(target, drafter, answers, sampling, use_cache, num_draft_tokens)
+    return [answer.output() for answer in answers]
+
+
+@dataclass
+class _Answer:
+    """What a prompt `[1, n]` is answered with so far."""
+
+    prompt: torch.Tensor
+    max_new_tokens: int
+    stop: list[int]
+    streamer: BaseStreamer | None = None
+    tokens: list[int] = field(default_factory=list)
+    committed: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def take(self, tokens: list[int]) -> int:
+        """Keep those of the tokens that are within the budget, up to a stop token, and say how many they are."""
+        tokens = tokens[: self.max_new_tokens - len(self.tokens)]
+        tokens = tokens[: next((i for i, token in enumerate(tokens, start=1) if token in self.stop), len(tokens))]
+        self.tokens += tokens
+        if self.streamer is not None:
+            self.streamer.put(torch.tensor(tokens))
+        return len(tokens)
+
+    def verified(self, num_accepted: int, tokens: list[int]) -> int:
+        """Keep what a verification commits, the accepted drafts and a token more, and say how many they are."""
+        self.committed.append(self.take(tokens[: num_accepted + 1]))
+        self.accepted.append(min(self.committed[-1], num_accepted))
+        return self.committed[-1]
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.tokens) == self.max_new_tokens or self.tokens[-1] in self.stop
+
+    def output(self) -> SpeculativeOutput:
+        sequences = torch.cat([self.prompt, self.prompt.new_tensor([self.tokens])], dim=1)
+        return SpeculativeOutput(sequences, self.committed, self.accepted)
 
 
 @torch.no_grad()
 def _decode(
     target: PreTrainedModel,
     drafter: DFlashDraftModel,
-    known: torch.Tensor,
-    max_new_tokens: int,
-    stop: list[int],
-    sampling: Greedy | Sampling,
+    answers: list[_Answer],
+    sampling: Sampling,
     use_cache: bool = True,
-) -> SpeculativeOutput:
-    _check_budget(target, drafter, known.shape[1], max_new_tokens)
-    limit = known.shape[1] + max_new_tokens
-    committed: list[int] = []
-    accepted: list[int] = []
-    with evaluation_mode(target, drafter), DecodingState(target, drafter, use_cache) as state:
-        logits = state.prefill(known).to(known.device)
+    num_draft_tokens: int | None = None,
+) -> None:
+    """Complete all answers."""
+    lengths, device = [answer.prompt.shape[1] for answer in answers], target.device
+    _check_budget(target, max(lengths), answers[0].max_new_tokens, draft_count(drafter, num_draft_tokens))
+    with evaluation_mode(target, drafter), DecodingState(target, drafter, use_cache, num_draft_tokens) as state:
+        prompts = [answer.prompt[0] for answer in answers]
+        known = pad_sequence(prompts, batch_first=True, padding_side="left")
+        logits = state.prefill(known, lengths).to(device)
         _check_finite(target=logits)
         # A verification without drafts.
-        known = torch.cat([known, sampling.verify(known[:, :0], None, logits[None])[1]], dim=1)
-        while known.shape[1] < limit and known[0, -1].item() not in stop:
-            anchor = known[:, -1:]
-            draft_logits = state.draft(anchor)[None].to(known.device)
+        for answer, first in zip(
+            answers, sampling.verify(known[:, :0], None, logits[:, None])[1].tolist(), strict=True
+        ):
+            answer.take(first)
+        while going := [row for row, answer in enumerate(answers) if not answer.is_complete]:
+            if len(going) < len(answers):
+                state.keep(going)
+                answers = [answers[row] for row in going]
+            anchors = torch.tensor([answer.tokens[-1:] for answer in answers], device=device)
+            # The one place where the drafter's hidden states, of which `draft_forward` makes logits, become drafts.
+            draft_logits = state.draft(anchors).unflatten(0, (len(answers), -1)).to(device)
             drafts, proposed_from = sampling.propose(draft_logits)
             # The block always has b slots: how much of it fits is the cut's business.
-            logits = state.verify(anchor, drafts[0])[None].to(known.device)
+            logits = state.verify(anchors, drafts).unflatten(0, (len(answers), -1)).to(device)
             _check_finite(target=logits, drafter=draft_logits)
-            num_accepted, tokens = sampling.verify(drafts, proposed_from, logits)
-            # Those of them within the budget, up to a stop token.
-            right = tokens[0, : min(int(num_accepted[0]) + 1, limit - known.shape[1])].tolist()
-            num_new = next((i for i, token in enumerate(right, start=1) if token in stop), len(right))
-            committed.append(num_new)
-            accepted.append(min(num_new, int(num_accepted[0])))
-            known = torch.cat([known, tokens[:, :num_new]], dim=1)
-            state.commit(tokens[:, :num_new])
-    return SpeculativeOutput(known, committed, accepted)
+            # Read from the device at once.
+            read = torch.column_stack(sampling.verify(drafts, proposed_from, logits)).tolist()
+            counts = [answer.verified(n, tokens) for answer, (n, *tokens) in zip(answers, read, strict=True)]
+            state.commit(counts)
 
 
 def speculative_decoding(
@@ -548,28 +646,76 @@ def speculative_decoding(
     drafter: DFlashDraftModel | None = None,
     sample_drafts: bool = False,
     generator: torch.Generator | None = None,
+    num_draft_tokens: int | None = None,
+    token_streamer: BaseStreamer | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor:
     """Speculative decoding inside `generate`, which reads sampling, budget and stop tokens as it always does.
 
-    transformers hands no `streamer` to a callable, so that one is given the prompt alone.
-
         target.generate(**inputs, custom_generate=speculative_decoding, drafter=drafter, max_new_tokens=64)
 
-    Beside what `generate` gives it takes `drafter`, `sample_drafts` and `generator` of [`speculative_generate`].
-    Returns the prompt and the generated tokens, `[1, n + m]`. Several prompts, and settings and inputs whose effect
-    would be lost, are refused.
+    Beside what `generate` gives it takes `drafter`, `sample_drafts`, `generator` and `num_draft_tokens` of
+    [`speculative_generate_batch`], and a `token_streamer`, which gets the prompt and the tokens of each round and is
+    ended however decoding ends. transformers hands no `streamer` to a callable: it would get the prompt and no end.
+    Several prompts `[B, n]` are padded on the left, as for any `generate`. Returns the prompts and the generated
+    tokens, `[B, n + m]`, padded on the right. Settings and inputs whose effect would be lost are refused.
     """
     if drafter is None:
         raise ValueError("generate was called without a drafter; pass drafter= beside custom_generate=.")
     check_drafter(model, drafter)
-    _check_supported(logits_processor, stopping_criteria, generation_config, model_kwargs)
-    known = prompt_row(model, input_ids)
-    sampling: Greedy | Sampling = Greedy()
-    if generation_config.do_sample:
-        sampling = Sampling(logits_processor, sample_drafts, generator)
+    mask = model_kwargs.get("attention_mask")
+    mask = torch.ones_like(input_ids) if mask is None else mask
+    _check_supported(logits_processor, stopping_criteria, generation_config, mask, model_kwargs)
+    if token_streamer is not None and len(input_ids) > 1:
+        raise ValueError(f"A token_streamer takes the tokens of one prompt; there are {len(input_ids)}.")
     stop = stop_token_ids(model, generation_config.eos_token_id or [])
-    return _decode(model, drafter, known, generation_config.max_length - known.shape[1], stop, sampling).sequences
+    budget = generation_config.max_length - input_ids.shape[1]
+    lengths = mask.sum(dim=1).tolist()
+    prompts = [prompt_row(model, row[None, len(row) - n :]) for row, n in zip(input_ids, lengths, strict=True)]
+    answers = [_Answer(prompt.to(model.device), budget, stop, token_streamer) for prompt in prompts]
+    sampling = Sampling(logits_processor, sample_drafts, generator) if generation_config.do_sample else Sampling()
+    try:
+        if token_streamer is not None:
+            token_streamer.put(input_ids.cpu())
+        _decode(model, drafter, answers, sampling, num_draft_tokens=num_draft_tokens)
+    finally:
+        if token_streamer is not None:
+            token_streamer.end()
+    pad: Any = generation_config.pad_token_id
+    padding = pad if pad is not None else next(iter(stop), 0)
+    tokens = [input_ids.new_tensor(answer.tokens) for answer in answers]
+    return torch.cat([input_ids, pad_sequence(tokens, batch_first=True, padding_value=padding)], dim=1)
+
+
+def _check_supported(
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    attention_mask: torch.Tensor,
+    model_kwargs: dict[str, Any],
+) -> None:
+    """Refuse settings and inputs of `generate` whose effect would be lost, by name."""
+    known = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+    lost = [type(p).__name__ for p in processors if not (generation_config.do_sample and isinstance(p, known))]
+    lost += [type(c).__name__ for c in criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
+    if generation_config.num_beams not in (None, 1):
+        lost.append(f"num_beams={generation_config.num_beams}")
+    if generation_config.return_dict_in_generate:
+        lost.append("return_dict_in_generate")
+    if (attention_mask.diff(dim=1) < 0).any():
+        lost.append("an attention_mask with zeros behind ones")
+    positions = model_kwargs.get("position_ids")
+    if positions is not None and ((positions != attention_mask.cumsum(dim=1) - 1) & (attention_mask > 0)).any():
+        lost.append("position_ids other than 0, 1, 2, ..")
+    # A text's images are None or an empty dict.
+    lost += [
+        name for name, value in model_kwargs.items() if name not in _OWN_KWARGS and value is not None and value != {}
+    ]
+    if lost:
+        raise ValueError(
+            f"generate was called with {', '.join(lost)}, whose effect would be lost. Speculative decoding takes "
+            "prompts, temperature, top_k, top_p, min_p, a budget and stop tokens; see the target's generation_config."
+        )
 
 
 def stop_token_ids(target: PreTrainedModel, eos_token_id: int | list[int] | None) -> list[int]:

@@ -15,7 +15,7 @@ from naive import naive_drafter
 from oracle import PROMPT, TARGETS, drafter_for, oracle_for, target_and_answer, trained_like, written_by
 from runs import BLOCK_SIZE, make_documents, make_trainer
 from tiny import MASK_TOKEN_ID, byte_tokenizer, dense_target, refused
-from transformers.generation import BaseStreamer
+from transformers import Qwen3ForCausalLM
 from transformers.utils import logging as hf_logging
 
 from dflash_hf import (
@@ -71,63 +71,52 @@ def hugging_face_log(caplog):
 # --- the walk ---
 
 
+@pytest.mark.parametrize("num_draft_tokens", [None, 2])
 @pytest.mark.parametrize("name", TARGETS)
-def test_e5_the_walk_visits_the_blocks_that_decoding_verifies(name):
+def test_e5_the_walk_visits_the_blocks_that_decoding_verifies(name, num_draft_tokens):
     target = TARGETS[name]()
     # A token that comes up in the middle of an answer ends it there, so that the answers have different lengths.
     eos = written_by(target, PROMPTS[:1], 37)[0]["input_ids"][len(PROMPT) + 21]
     documents = written_by(target, PROMPTS, 37, [eos])
     drafter = trained_like(target, documents)
-    answers = walk_documents(target, drafter, documents)
+    answers = walk_documents(target, drafter, documents, num_draft_tokens=num_draft_tokens)
     assert [answer.document for answer in answers] == [0, 1, 2, 3]
     for answer, prompt, document in zip(answers, PROMPTS, documents, strict=True):
-        decoded = speculative_generate(target, drafter, torch.tensor([prompt]), 37, eos_token_id=eos)
+        settings = {"eos_token_id": eos, "num_draft_tokens": num_draft_tokens}
+        decoded = speculative_generate(target, drafter, torch.tensor([prompt]), 37, **settings)
         assert decoded.sequences[0].tolist() == document["input_ids"]
         assert (answer.committed, answer.accepted) == (decoded.committed, decoded.accepted)
     assert len({n for answer in answers for n in answer.committed}) >= 3
 
 
-def test_e4_an_answer_is_followed_from_block_to_block():
+def test_e4_an_answer_is_followed_from_block_to_block_and_counted_by_source():
     assert follow([2, 9, 9, 0, 3, 9, 9, 9, 1, 0]) == ([3, 1, 4, 2], [2, 0, 3, 1])
     # The last block is cut at the end of the answer, where no token of the target's own follows.
     assert follow([3, 9, 9, 9, 2, 1]) == ([4, 2], [3, 2])
     assert follow([0]) == ([1], [0]) and follow([1]) == ([1], [1]) and follow([]) == ([], [])
-
-
-def test_e4_blocks_are_counted_by_source():
     sums = WalkSums.zeros(4, ["a", "b", "c"])
     sums.add(WalkedAnswer(0, [4, 1, 2], [3, 0, 2]), "a")
     sums.add(WalkedAnswer(1, [2], [1]), "b")
-    assert sums.metrics() == {
-        "acceptance_length": 9 / 4,
-        "fully_accepted_blocks": 1 / 4,
-        "acceptance_slot_1": 3 / 4,
-        "acceptance_slot_2": 2 / 4,
-        "acceptance_slot_3": 1 / 4,
-        "acceptance_length_a": 7 / 3,
-        "acceptance_length_b": 2.0,
-    }
+    slots = {"acceptance_slot_1": 3 / 4, "acceptance_slot_2": 2 / 4, "acceptance_slot_3": 1 / 4}
+    sources = {"acceptance_length_a": 7 / 3, "acceptance_length_b": 2.0}
+    assert sums.metrics() == {"acceptance_length": 9 / 4, "fully_accepted_blocks": 1 / 4} | slots | sources
     assert WalkSums.zeros(4).metrics() == {}
 
 
 def test_the_walk_equals_one_block_after_the_other():
     """Packed rows of documents with several answers, in chunks of anchors, against the slow twin of the drafter."""
-    target = dense_target()
-    documents = make_documents(3)
+    target, documents = dense_target(), make_documents(3)
     documents[1]["supervised_spans"] = [[4, 9], [9, 12], [14, 15], [16, 18]]
     drafter = trained_like(target, documents)
     head, frozen = FrozenHead(target, "cpu"), FrozenTarget(target, drafter.config.target_layer_ids)
     rows = PackedDataset(documents, 64)
     batch = DataCollatorForDFlash(4)([rows[i] for i in range(len(rows))])
     context = frozen.context_hidden_states(batch["input_ids"], batch["document_lengths"])
-    table = target.get_input_embeddings().weight
-
-    expected = []
+    table, expected = target.get_input_embeddings().weight, []
     for index, document in enumerate(documents):
         ids = document["input_ids"]
         taps = frozen.context_hidden_states(torch.tensor([ids]))[0]
-        spans = [[4, 12], [16, 18]] if index == 1 else document["supervised_spans"]
-        for start, stop in spans:
+        for start, stop in [[4, 12], [16, 18]] if index == 1 else document["supervised_spans"]:
             anchor, committed = start, []
             while anchor < stop - 1:
                 block = table[[ids[anchor], *[MASK_TOKEN_ID] * 3]]
@@ -142,9 +131,8 @@ def test_the_walk_equals_one_block_after_the_other():
         assert sorted((a.document, a.committed) for a in answers) == sorted(expected)
     assert len({n for _, committed in expected for n in committed}) >= 3
     # Rows whose labels count nothing are left out.
-    labels = batch["labels"].clone()
-    labels[0] = -100
-    left = {a.document for a in walk_batch(drafter, drafter.config, head, batch | {"labels": labels}, context)}
+    batch["labels"][0] = -100
+    left = {answer.document for answer in walk_batch(drafter, drafter.config, head, batch, context)}
     assert left == {document for row in batch["documents"][1:] for document in row}
 
 
@@ -157,13 +145,17 @@ def test_logits_that_are_no_numbers_are_right_about_nothing():
     assert right_drafts(logits, labels, lambda x: x, 5).tolist() == [[1, 3]]
 
 
-def test_e4_evaluation_walks_the_answers(tmp_path):
+def test_e4_evaluation_walks_the_answers(tmp_path, monkeypatch):
     """The trainer's numbers are those of the answers walked one by one, whatever the rows."""
     target, documents = dense_target(), make_documents(5)
     sources = ["code", "chat", "code", "maths", "chat"]
     data = [{**document, "source": source} for document, source in zip(documents, sources, strict=True)]
     trainer = make_trainer(tmp_path, target, eval_dataset=data, drafter=trained_like(target, documents))
+    calls, original = [], trainer.target.context_hidden_states
+    monkeypatch.setattr(trainer.target, "context_hidden_states", lambda *a: calls.append(1) or original(*a))
     metrics = trainer.evaluate() | trainer.state.log_history[-1]["details"]
+    # Loss and walk share the target's forward.
+    assert len(calls) == len(trainer.eval_dataset)
     answers = walk_documents(target, trainer.model, documents)
     committed = [n for answer in answers for n in answer.committed]
     accepted = np.array([n for answer in answers for n in answer.accepted])
@@ -194,14 +186,6 @@ def test_chats_keep_their_source(tmp_path):
     assert names == {"eval_acceptance_length_talk", "eval_acceptance_length_other"}
 
 
-def test_evaluation_runs_the_target_once_per_batch(tmp_path, monkeypatch):
-    trainer = make_trainer(tmp_path, eval_dataset=make_documents(3))
-    calls, original = [], trainer.target.context_hidden_states
-    monkeypatch.setattr(trainer.target, "context_hidden_states", lambda *a: calls.append(1) or original(*a))
-    trainer.evaluate()
-    assert len(calls) == len(trainer.eval_dataset)
-
-
 def test_a_collator_of_ones_own_keeps_the_acceptance_at_random_anchors(tmp_path, caplog):
     trainer = make_trainer(tmp_path, eval_dataset=make_documents(3))
     whole = trainer.data_collator
@@ -211,127 +195,64 @@ def test_a_collator_of_ones_own_keeps_the_acceptance_at_random_anchors(tmp_path,
     assert metrics["eval_acceptance_length"] >= 1 and "eval_acceptance_slot_1" not in metrics
 
 
-# --- beside transformers' own decoding ---
-
-
-class CommitRecorder(BaseStreamer):
-    """Keeps the number of tokens in each piece that `generate` streams: the prompt, the prefill's, each round's."""
-
-    def __init__(self):
-        self.sizes = []
-
-    def put(self, value):
-        self.sizes.append(value.numel())
-
-    def end(self):
-        pass
-
-
-def native(target, drafter, budget, **arguments):
-    """transformers' own speculative decoding with a drafter: the sequence and what each verification committed."""
-    recorder = CommitRecorder()
-    arguments |= {"assistant_model": drafter, "speculation_type": "dflash", "streamer": recorder}
-    mask = torch.ones_like(IDS)
-    sequences = target.generate(IDS, attention_mask=mask, max_new_tokens=budget, do_sample=False, **arguments)
-    return sequences, recorder.sizes[2:]
-
-
-@pytest.mark.parametrize("name", ["dense", "tied_llama"])
-@pytest.mark.parametrize("budget", [2, 23, 50])
-def test_e4_both_ways_of_decoding_commit_alike(name, budget):
-    target, answer = target_and_answer(name)
-    # Right for 0 to 3 slots, by a pattern over the anchor's position.
-    oracle = oracle_for(target, answer, lambda n: [n * n % 7 > 1, n % 3 > 0, True])
-    sequences, committed = native(target, oracle, budget)
-    ours = speculative_generate(target, oracle, IDS, budget)
-    assert sequences[0].tolist() == ours.sequences[0].tolist() == answer[: len(PROMPT) + budget]
-    assert committed == ours.committed
-    assert budget < 50 or set(ours.committed[:-1]) == {1, 2, 4}
+# --- decoding ---
 
 
 def test_e7_a_hybrid_target_is_decoded_although_generate_refuses_it():
     target, answer = target_and_answer("hybrid")
     oracle = oracle_for(target, answer, [True, False, True])
     with refused(ValueError, "stateful"):
-        native(target, oracle, 12)
+        target.generate(IDS, assistant_model=oracle, speculation_type="dflash", max_new_tokens=12)
     output = speculative_generate(target, oracle, IDS, 12)
-    assert output.sequences[0].tolist() == answer[: len(PROMPT) + 12]
-    assert output.committed == [2, 2, 2, 2, 2, 1]
-
-
-# --- measure_acceptance ---
+    assert output.sequences[0].tolist() == answer[: len(PROMPT) + 12] and output.committed == [2, 2, 2, 2, 2, 1]
 
 
 def test_nothing_of_the_generation_config_bends_greedy_decoding(hugging_face_log):
-    _, answer = target_and_answer("dense")
-    expected = answer[: len(PROMPT) + 20]
-    target = dense_target()
-    config = target.generation_config
-    config.update(
-        do_sample=True,
-        temperature=0.6,
-        top_k=20,
-        repetition_penalty=1.5,
-        no_repeat_ngram_size=2,
-        suppress_tokens=[expected[-1]],
-        bad_words_ids=[[expected[len(PROMPT) + 1]]],
-        forced_eos_token_id=7,
-        num_beams=3,
-        max_length=9,
-        min_new_tokens=15,
-        cache_implementation="static",
-        use_cache=False,
-    )
-    before = config.to_dict()
+    """Nor is anything of it a warning, greedy or sampled."""
+    target, answer = dense_target(), target_and_answer("dense")[1]
+    expected = answer[len(PROMPT) : len(PROMPT) + 20]
+    config, unused = target.generation_config, next(token for token in range(272) if token not in answer)
+    config.update(do_sample=True, temperature=0.6, top_k=20, repetition_penalty=1.5, suppress_tokens=[expected[-1]])
+    config.update(forced_eos_token_id=7, num_beams=3, max_length=9, min_new_tokens=15, cache_implementation="static")
+    config.update(use_cache=False, eos_token_id=[unused], pad_token_id=None)
+    before, sampled = config.to_dict(), DecodingSettings(6, temperature=0.7, top_p=0.9, top_k=20)
     hugging_face_log.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         report = measure_acceptance(target, oracle_for(target, answer, [True] * 3), [PROMPT], 20, progress=False)
-    assert report.prompts[0].output_ids == expected[len(PROMPT) :] and report.lossless is True
+        measure_acceptance(target, drafter_for(target), [PROMPT], progress=False, settings=sampled)
+    assert report.prompts[0].output_ids == expected and report.lossless is True
     assert report.prompts[0].committed == [4, 4, 4, 4, 3]
     assert target.generation_config is config and config.to_dict() == before
     assert not hugging_face_log.records
 
 
-def test_decoding_prints_no_warning(hugging_face_log):
-    target = dense_target()
-    target.generation_config.eos_token_id, target.generation_config.pad_token_id = [271, 270], None
-    settings = DecodingSettings(6, temperature=0.7, top_p=0.9, top_k=20)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        measure_acceptance(target, drafter_for(target), [PROMPT], 6, progress=False)
-        measure_acceptance(target, drafter_for(target), [PROMPT], progress=False, settings=settings)
-    assert not hugging_face_log.records
-
-
 def test_n7_texts_and_chats_are_taken(tmp_path):
     """By the target's tokenizer or one that is given; a base model's, without template, reads texts as they are."""
-    target = dense_target()
-    target.save_pretrained(tmp_path)
+    dense_target().save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    target = type(target).from_pretrained(tmp_path)
+    target = Qwen3ForCausalLM.from_pretrained(tmp_path)
     drafter, chat = drafter_for(target), [{"role": "user", "content": "Hi"}]
-    report = measure_acceptance(target, drafter, ["Hi", chat, PROMPT, IDS, IDS[0]], 4, progress=False)
+
+    def rows(*prompts, tokenizer=None):
+        report = measure_acceptance(target, drafter, prompts, 4, progress=False, processing_class=tokenizer)
+        assert report.lossless
+        return [prompt.prompt_ids for prompt in report.prompts]
+
     written = byte_tokenizer().apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
-    assert [prompt.prompt_ids for prompt in report.prompts] == [written, written, *[PROMPT] * 3]
-    assert report.lossless and 1 <= report.acceptance_length < 1.5
+    texts = ["Hi", chat, {"prompt": "Hi"}, {"messages": chat}]
+    assert rows(*texts, PROMPT, IDS, IDS[0]) == [written] * 4 + [PROMPT] * 3
     plain = byte_tokenizer(chat_template=None)
-    report = measure_acceptance(target, drafter, ["Hi"], 4, progress=False, processing_class=plain)
-    assert report.prompts[0].prompt_ids == plain("Hi")["input_ids"]
-    report = measure_acceptance(target, drafter, [{"prompt": "Hi"}, {"messages": chat}], 4, progress=False)
-    assert [prompt.prompt_ids for prompt in report.prompts] == [written, written]
-    for one in ("Hi", chat):
-        with refused(ValueError, "prompt"):
-            measure_acceptance(target, drafter, one, 4, progress=False)
+    assert rows("Hi", tokenizer=plain) == [plain("Hi")["input_ids"]]
+    with refused(ValueError, "prompt"):
+        rows(*chat)
+    with refused(ValueError, "chat template"):
+        rows(chat, tokenizer=plain)
     # N11: in the mode that the drafter was trained in.
     (tmp_path / "training.json").write_text('{"recipe": {"enable_thinking": false}}')
     drafter.config.name_or_path = drafter.name_or_path = str(tmp_path)
     thinking = byte_tokenizer("{{ enable_thinking }}")
-    report = measure_acceptance(target, drafter, ["Hi"], 4, progress=False, processing_class=thinking)
-    assert thinking.decode(report.prompts[0].prompt_ids) == "False"
-    with refused(ValueError, "chat template"):
-        measure_acceptance(target, drafter, [chat], 4, progress=False, processing_class=plain)
-    assert len(plain_answers(target, ["Hi"], DecodingSettings(3), progress=False)[0].output_ids) == 3
+    assert thinking.decode(rows("Hi", tokenizer=thinking)[0]) == "False"
 
 
 def test_a_report_holds_outputs_and_counts_and_is_json():
@@ -340,23 +261,12 @@ def test_a_report_holds_outputs_and_counts_and_is_json():
     report = measure_acceptance(target, oracle, [PROMPT], 10, check_lossless=False, progress=False)
     data = json.loads(json.dumps(report.to_dict()))
     (prompt,) = data.pop("prompts")
-    assert data.pop("tokens_per_second") == pytest.approx(10 / prompt["seconds"])
-    assert prompt.pop("seconds") > 0
-    assert data == {
-        "acceptance_length": 9 / 5,
-        "acceptance_length_without_last_block": 2.0,
-        "plain_tokens_per_second": None,
-        "speed_up": None,
-        "slot_acceptance": [1.0, 0.0, 0.0],
-        "committed_histogram": [1, 4, 0, 0],
-        "committed_tokens": 9,
-        "forwards": 5,
-        "num_prompts": 1,
-        "lossless": None,
-        "num_ties": 0,
-        "block_size": 4,
-        "max_new_tokens": 10,
-    }
+    assert data.pop("tokens_per_second") == pytest.approx(10 / prompt.pop("seconds"))
+    known = {name: value for name, value in data.items() if value is not None}
+    assert known.pop("acceptance_length") == 9 / 5 and known.pop("acceptance_length_without_last_block") == 2.0
+    assert known.pop("slot_acceptance") == [1.0, 0.0, 0.0] and known.pop("committed_histogram") == [1, 4, 0, 0]
+    own = {"block_size": 4, "max_new_tokens": 10, "batch_size": 1}
+    assert known == {"committed_tokens": 9, "forwards": 5, "num_prompts": 1, "num_ties": 0, **own}
     assert {name: value for name, value in prompt.items() if value is not None} == {
         "prompt_ids": PROMPT,
         "output_ids": answer[len(PROMPT) : len(PROMPT) + 10],
@@ -367,103 +277,73 @@ def test_a_report_holds_outputs_and_counts_and_is_json():
     }
 
 
-@pytest.mark.parametrize("tamper", [{4: 7}, {9: 7, 6: 7}, {0: 7}, "shorter"])
-def test_a_difference_is_found_with_the_gap_of_the_targets_logits_there(monkeypatch, tamper):
+@pytest.mark.parametrize("gap", [None, 1e-6, 1e-2])
+@pytest.mark.parametrize("first", [3, 8])
+def test_a_difference_at_a_tie_is_counted_apart(monkeypatch, gap, first):
+    """The first token that differs, and the gap of the target's logits there; an end too early is no tie."""
     target, answer = target_and_answer("dense")
-    output = torch.tensor([answer[: len(PROMPT) + 10]])
-    first = 8 if tamper == "shorter" else min(tamper)
-    if tamper == "shorter":
-        output = output[:, :-2]
-    else:
-        for index, token in tamper.items():
-            output[0, len(PROMPT) + index] = token
-    given = SpeculativeOutput(output, [4, 5], [3, 4])
-    monkeypatch.setattr(acceptance, "speculative_generate", lambda *args, **kwargs: given)
-    report = measure_acceptance(target, drafter_for(target), [PROMPT], 10, progress=False)
-    (prompt,) = report.prompts
-    assert (report.lossless, prompt.lossless, prompt.first_difference) == (False, False, first)
+    ids = answer[: len(PROMPT) + (10 if first == 3 else first)]
+    if first == 3:
+        ids[len(PROMPT) + 3 :: 4] = [7, 7]
     with torch.no_grad():
-        logits = target(torch.tensor([answer[: len(PROMPT) + first]])).logits[0, -1].sort(descending=True).values
-    assert prompt.top2_gap == pytest.approx((logits[0] - logits[1]).item(), abs=1e-3)
-
-
-@pytest.mark.parametrize(("gap", "tie"), [(1e-6, True), (1e-2, False)])
-def test_a_difference_at_a_tie_is_counted_apart(monkeypatch, gap, tie):
-    target, answer = target_and_answer("dense")
-    output = torch.tensor([answer[: len(PROMPT) + 10]])
-    output[0, len(PROMPT) + 3] = 7
-    logits = torch.zeros(1, 1, 272)
-    logits[..., 5], logits[..., 9] = 1.0, 1.0 - gap
-    given = SpeculativeOutput(output, [4, 5], [3, 4])
-    monkeypatch.setattr(acceptance, "speculative_generate", lambda *args, **kwargs: given)
+        logits = target(torch.tensor([answer[: len(PROMPT) + first]])).logits[:, -1:]
+    if gap is not None:
+        logits = torch.zeros(1, 1, 272)
+        logits[..., 5], logits[..., 9] = 1.0, 1.0 - gap
     monkeypatch.setattr(target, "forward", lambda **kwargs: type("Output", (), {"logits": logits}))
+    given = [SpeculativeOutput(torch.tensor([ids]), [4, 5], [3, 4])]
+    monkeypatch.setattr(acceptance, "speculative_generate_batch", lambda *args, **kwargs: given)
     settings = {"settings": DecodingSettings(10), "plain": [PlainAnswer(answer[len(PROMPT) : len(PROMPT) + 10], 1.0)]}
     report = measure_acceptance(target, drafter_for(target), [PROMPT], progress=False, **settings)
-    assert (report.prompts[0].lossless, report.prompts[0].tie) == (False, tie)
-    assert (report.lossless, report.num_ties) == (tie, int(tie))
+    (prompt,), (best, second), tie = report.prompts, logits[0, 0].topk(2).values.tolist(), gap == 1e-6 and first == 3
+    assert (prompt.lossless, prompt.first_difference, prompt.tie) == (False, first, tie)
+    assert prompt.top2_gap == pytest.approx(best - second, abs=1e-6) and (report.lossless, report.num_ties) == (
+        tie,
+        tie,
+    )
 
 
 @pytest.mark.parametrize(
-    ("prompts", "budget", "names"),
+    ("prompts", "given", "names"),
     [
-        ([], 5, ["prompt"]),
-        ([PROMPT, []], 5, ["Prompt 1", "[1, 0]"]),
-        ([torch.zeros(2, 4)], 5, ["Prompt 0", "[2, 4]"]),
-        ([[1.5, 2.0]], 5, ["Prompt 0", "float32"]),
-        ([[3, 272]], 5, ["Prompt 0", 272]),
-        ([PROMPT], 1, ["max_new_tokens", 1]),
-        ([PROMPT], 0, ["max_new_tokens", 0]),
+        ([], {}, ["prompt"]),
+        ("Hi", {}, ["prompts", "Hi"]),
+        ([PROMPT, []], {}, ["Prompt 1", "[1, 0]"]),
+        ([torch.zeros(2, 4)], {}, ["Prompt 0", "[2, 4]"]),
+        ([[3, 272]], {}, ["Prompt 0", 272]),
+        ([PROMPT], {"max_new_tokens": 1}, ["max_new_tokens", 1]),
+        ([PROMPT], {"max_new_tokens": 8, "settings": DecodingSettings(4)}, ["max_new_tokens", "settings"]),
+        ([PROMPT], {"eos_token_id": 5, "settings": DecodingSettings(4)}, ["eos_token_id", "settings"]),
+        ([PROMPT], {"settings": DecodingSettings(4, num_draft_tokens=4)}, ["num_draft_tokens", 4]),
+        ([PROMPT, [1]], {"plain": [PlainAnswer([1], 1.0)]}, ["1 plain answers", "2 prompts"]),
     ],
 )
-def test_bad_prompts_and_budgets_are_refused_before_decoding(monkeypatch, prompts, budget, names):
+def test_bad_prompts_and_settings_are_refused_before_decoding(monkeypatch, prompts, given, names):
     target, _ = target_and_answer("dense")
-    monkeypatch.setattr(acceptance, "speculative_generate", lambda *args, **kwargs: pytest.fail("decoded"))
+    monkeypatch.setattr(acceptance, "speculative_generate_batch", lambda *args, **kwargs: pytest.fail("decoded"))
     with refused(ValueError, *names):
-        measure_acceptance(target, drafter_for(target), prompts, budget, progress=False)
-
-
-def test_settings_given_twice_and_answers_to_other_prompts_are_refused():
-    target, _ = target_and_answer("dense")
-    drafter, settings = drafter_for(target), DecodingSettings(4)
-    for twice in ({"max_new_tokens": 8}, {"eos_token_id": 5}):
-        with refused(ValueError, *twice, "settings"):
-            measure_acceptance(target, drafter, [PROMPT], settings=settings, **twice)
-    with refused(ValueError, "1 plain answers", "2 prompts"):
-        measure_acceptance(target, drafter, [PROMPT, [1]], settings=settings, plain=[PlainAnswer([1], 1.0)])
-    with refused(ValueError, "num_target_layers", 30):
-        measure_acceptance(target, drafter_for(target, num_target_layers=30), [PROMPT], 5)
-
-
-def test_both_speeds_come_from_the_same_run():
-    target, _ = target_and_answer("dense")
-    drafter, settings = drafter_for(target), DecodingSettings(12)
-    answers = plain_answers(target, [PROMPT, [3]], settings, progress=False)
-    report = measure_acceptance(target, drafter, [PROMPT, [3]], progress=False, settings=settings, plain=answers)
-    assert report.lossless is True
-    assert [p.output_ids for p in report.prompts] == [a.output_ids for a in answers]
-    assert report.plain_tokens_per_second == pytest.approx(24 / sum(a.seconds for a in answers))
-    assert report.speed_up == pytest.approx(report.tokens_per_second / report.plain_tokens_per_second)
+        measure_acceptance(target, drafter_for(target), prompts, progress=False, **given)
 
 
 @pytest.mark.parametrize("name", ["dense", "hybrid"])
-def test_e5_walk_and_decoding_agree_on_a_reports_answers(name, hugging_face_log):
-    target, _ = target_and_answer(name)
-    drafter = drafter_for(target)
-    report = measure_acceptance(target, drafter, [PROMPT, [3, 9]], 20, check_lossless=False, progress=False)
+@pytest.mark.parametrize("given", [{}, {"temperature": 0.6}, {"batch_size": 2, "num_draft_tokens": 2}])
+def test_e5_walk_and_decoding_agree_on_sampled_answers(name, given, hugging_face_log):
+    """And on greedy ones, of several prompts at once too; both speeds come from the same run."""
+    target, answer = target_and_answer(name)
+    documents = [{"input_ids": answer, "supervised_spans": [[len(PROMPT), len(answer)]]}]
+    settings, prompts = DecodingSettings(24, **given), [PROMPT, PROMPT[:2], [3, 9]]
+    drafter = trained_like(target, documents)
+    plain = plain_answers(target, prompts, settings, progress=False)
     hugging_face_log.clear()
+    report = measure_acceptance(target, drafter, prompts, progress=False, settings=settings, plain=plain)
+    assert report.acceptance_length > 1
     assert walked_acceptance_length(target, drafter, report, progress=False) == report.acceptance_length
     assert not hugging_face_log.records
-
-
-def test_e5_walk_and_decoding_agree_on_sampled_answers():
-    """A rejected draft is never drawn in its place, so the answer holds a draft where it was accepted."""
-    target, answer = target_and_answer("dense")
-    documents = [{"input_ids": answer, "supervised_spans": [[len(PROMPT), len(answer)]]}]
-    settings = DecodingSettings(24, temperature=0.6)
-    drafter = trained_like(target, documents)
-    report = measure_acceptance(target, drafter, [PROMPT, PROMPT[:2], [3, 9]], progress=False, settings=settings)
-    assert report.acceptance_length > 1.1
-    assert walked_acceptance_length(target, drafter, report, progress=False) == report.acceptance_length
+    if "temperature" not in given:
+        assert report.lossless and [p.output_ids for p in report.prompts] == [a.output_ids for a in plain]
+    assert report.plain_tokens_per_second == pytest.approx(72 / sum(a.seconds for a in plain))
+    assert report.speed_up == pytest.approx(report.tokens_per_second / report.plain_tokens_per_second)
+    assert f"{given.get('batch_size', 'one')} sequence" in markdown({"d": report}, {})
 
 
 @pytest.mark.parametrize(("decoded", "warns"), [(0.975, False), (0.965, True), (1.029, False), (1.035, True)])
@@ -500,20 +380,6 @@ def test_e4_the_acceptance_length_is_pooled_over_unequal_prompts():
     assert math.isnan(report_of([], [3]).acceptance_length_without_last_block)
 
 
-def test_the_bootstrap_draws_prompts_and_repeats_itself():
-    report = report_of([4] * 10, [1] * 10, [2] * 3, [3, 1], [])
-    low, high = report.bootstrap_interval()
-    assert 1.0 <= low < report.acceptance_length < high <= 4.0
-    assert report.bootstrap_interval() == (low, high)
-    assert report.bootstrap_interval(seed=1) != (low, high)
-    inner = report.bootstrap_interval(confidence=0.5)
-    assert low < inner[0] < inner[1] < high
-    # All prompts alike, or one prompt: no spread, however unequal the blocks within it are.
-    assert report_of([1, 3], [1, 3], [3, 1]).bootstrap_interval() == (2.0, 2.0)
-    assert report_of([1, 4, 4]).bootstrap_interval() == (3.0, 3.0)
-    assert all(math.isnan(x) for x in report_of([], []).bootstrap_interval())
-
-
 def timed(*times):
     """A report of prompts with the seconds of either decoding; their answers have 2, 3, 4, .. tokens."""
     prompts = [
@@ -525,19 +391,11 @@ def timed(*times):
 
 def test_the_interval_of_the_speed_up_is_that_of_its_resamples():
     report = timed((1.0, 2.0), (1.5, 2.0), (0.5, 2.0), (3.0, 2.0))
-    draws = np.random.default_rng(3).integers(0, 4, (50, 4))
+    draws = np.random.default_rng(0).integers(0, 4, (acceptance.RESAMPLES, 4))
     drawn = [replace(report, prompts=[report.prompts[i] for i in draw]).speed_up for draw in draws]
-    assert report.speed_up_interval(0.9, 50, seed=3) == pytest.approx(tuple(np.quantile(drawn, [0.05, 0.95])))
+    assert report.speed_up_interval(0.9) == pytest.approx(tuple(np.quantile(drawn, [0.05, 0.95])))
     assert timed((1.0, 2.0)).speed_up_interval() == pytest.approx((2.0, 2.0))
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_speed_up_that_is_not_known_has_no_interval():
-    for report in (timed(), timed((None, None)), timed((1.0, 2.0), (1.0, None)), timed((0.0, 0.0))):
-        assert math.isnan(report.speed_up) and all(math.isnan(x) for x in report.speed_up_interval())
-    # A clock may be too coarse for a prompt, but not for all.
-    low, high = timed((0.0, 0.0), (1.0, 2.0), (1.0, 1.5)).speed_up_interval()
-    assert low == pytest.approx(1.5) and high == pytest.approx(2.0)
+    assert all(math.isnan(x) for x in timed().speed_up_interval())
 
 
 def test_the_bootstrap_interval_covers_the_truth_about_as_often_as_it_says():
@@ -547,7 +405,7 @@ def test_the_bootstrap_interval_covers_the_truth_about_as_often_as_it_says():
         # Prompts of unequal length and ease; blocks of an easy one commit more. The pooled truth is E[sum] / E[count].
         counts, eases = rng.integers(1, 12, 60), rng.uniform(0.1, 0.9, 60)
         report = report_of(*[(1 + rng.binomial(3, p, n)).tolist() for n, p in zip(counts, eases, strict=True)])
-        low, high = report.bootstrap_interval(confidence=0.9, resamples=300)
+        low, high = report.bootstrap_interval(confidence=0.9)
         hits += low <= 2.5 <= high
     assert 0.82 <= hits / 200 <= 0.97
 
@@ -556,21 +414,13 @@ def test_the_difference_pairs_the_prompts():
     before, after = report_of([1, 1], [3, 3], [2, 2]), report_of([2, 2], [4, 4], [3, 3])
     # Unpaired draws would spread from -1 to 3.
     assert bootstrap_difference(before, after) == pytest.approx((1.0, 1.0))
-    assert bootstrap_difference(after, before) == pytest.approx((-1.0, -1.0))
     low, high = bootstrap_difference(before, report_of([1, 2], [3, 3], [2, 1]))
     assert low < 0 < high
-
-
-def test_reports_that_cannot_be_compared_are_refused():
-    report = report_of([1], [2])
-    for other in (report_of([1], [2], prompts=[[0], [9]]), report_of([1])):
-        with refused(ValueError, "different prompts"):
-            bootstrap_difference(report, other)
-    with refused(ValueError, "max_new_tokens", 100, 50):
-        bootstrap_difference(report, report_of([1], [2], max_new_tokens=50))
-    for wrong in ({"confidence": 95}, {"resamples": 0}):
-        with refused(ValueError, *wrong, *wrong.values()):
-            report.bootstrap_interval(**wrong)
+    for other in (report_of([1, 1], [3, 3], [2, 2], max_new_tokens=50), report_of([1]), replace(after, prompts=[])):
+        with refused(ValueError, "max_new_tokens=100", f"{len(other.prompts)} prompts"):
+            bootstrap_difference(before, other)
+    with refused(ValueError, "confidence", 95):
+        before.bootstrap_interval(confidence=95)
 
 
 # --- what reports show ---
@@ -579,26 +429,25 @@ def test_reports_that_cannot_be_compared_are_refused():
 def test_slots_positions_and_groups_of_a_report():
     prompts = [
         PromptAcceptance([0], [0] * 9, [4, 1, 3], [3, 0, 3], True, source="a", language="en", seconds=1.0),
-        PromptAcceptance([1], [0] * 3, [2], [1], True, source="b", language="en", seconds=2.0),
+        PromptAcceptance([1], [0] * 3, [2], [1], True, source="b|\nc", language="en", seconds=2.0),
         PromptAcceptance([2], [0], [], [], True, source="a", seconds=1.0),
     ]
     report = AcceptanceReport(prompts, block_size=4, max_new_tokens=9)
-    assert report.slot_acceptance == [3 / 4, 2 / 4, 2 / 4]
-    assert report.committed_histogram == [1, 1, 1, 1]
+    assert report.slot_acceptance == [3 / 4, 2 / 4, 2 / 4] and report.committed_histogram == [1, 1, 1, 1]
     assert report.by_position(4) == [
         {"position": 0, "blocks": 2, "acceptance_length": 3.0},
         {"position": 4, "blocks": 2, "acceptance_length": 2.0},
     ]
-    assert {name: len(group.prompts) for name, group in report.groups(lambda p: p.source).items()} == {"a": 2, "b": 1}
-    assert report.groups(lambda p: p.language)["en"].acceptance_length == 10 / 4
-    assert report.tokens_per_second == 13 / 4
-    assert math.isnan(report.plain_tokens_per_second) and math.isnan(report.speed_up)
-
-
-def test_names_do_not_break_the_tables():
-    prompt = PromptAcceptance([0], [0] * 3, [2], [1], True, source="a|b\nc")
-    text = markdown({"x|y": AcceptanceReport([prompt], 4, 9)}, {})
-    assert "| a\\|b c | 1 | 2.00 |" in text and "| x\\|y | 2.00 |" in text
+    assert [len(group.prompts) for group in report.groups("source").values()] == [2, 1]
+    assert report.groups("language")["en"].acceptance_length == 10 / 4
+    assert (
+        report.tokens_per_second == 13 / 4
+        and math.isnan(report.speed_up)
+        and math.isnan(report.speed_up_interval()[0])
+    )
+    # Names do not break the tables.
+    text = markdown({"x|y": report}, {})
+    assert "| b\\| c | 1 | 2.00 |" in text and "| x\\|y | 2.50 |" in text
     assert all(line.startswith("|") for line in text.split("\n\n", 1)[1].splitlines() if line)
 
 
@@ -626,42 +475,29 @@ def test_n12_a_plot_names_target_drafters_and_prompts_without_paths(tmp_path, mo
 NEARLY_EQUAL = {torch.float32: 5e-3, torch.bfloat16: 0.1}
 
 
-def gpu_target(name):
-    # The recurrent kernels take heads of no less than this.
-    return TARGETS[name](**({"linear_key_head_dim": 32, "linear_value_head_dim": 32} if name == "hybrid" else {}))
-
-
 @pytest.mark.gpu
+@pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_e1_answers_are_the_targets_own_up_to_ties(name, dtype):
-    target = gpu_target(name).to("cuda", dtype)
-    settings = DecodingSettings(40)
-    plain = plain_answers(target, [PROMPT, [7]], settings, progress=False)
-    oracle = oracle_for(target, PROMPT + plain[0].output_ids, lambda n: [n % 4 > 0, n % 3 > 0, True]).to("cuda", dtype)
-    for drafter in (oracle, drafter_for(target).to("cuda", dtype)):
-        report = measure_acceptance(target, drafter, [PROMPT, [7]], progress=False, settings=settings, plain=plain)
-        for prompt in report.prompts:
-            assert prompt.lossless or prompt.top2_gap <= NEARLY_EQUAL[dtype], (
-                prompt.first_difference,
-                prompt.top2_gap,
-            )
+def test_e1_e5_answers_are_the_targets_own_up_to_ties_and_walked_alike(name, dtype, batch_size):
+    # The recurrent kernels take heads of no less than this; where they are, hybrid targets run on a GPU alone.
+    heads = {"linear_key_head_dim": 32, "linear_value_head_dim": 32} if name == "hybrid" else {}
+    target, prompts = TARGETS[name](**heads).to("cuda", dtype), [PROMPT, [7], PROMPT[:3]]
+    settings = DecodingSettings(40, batch_size=batch_size)
+    plain = plain_answers(target, prompts, settings, progress=False)
+    rows = [(prompt, prompt + answer.output_ids) for prompt, answer in zip(prompts, plain, strict=True)]
+    documents = [{"input_ids": ids, "supervised_spans": [[len(prompt), len(ids)]]} for prompt, ids in rows]
+    drafter = trained_like(target.float(), documents, device="cuda").to(dtype)
+    target.to(dtype)
+    report = measure_acceptance(target, drafter, prompts, progress=False, settings=settings, plain=plain)
+    for prompt in report.prompts:
+        assert prompt.lossless or prompt.top2_gap <= NEARLY_EQUAL[dtype], (prompt.first_difference, prompt.top2_gap)
+    sampled = replace(settings, temperature=2.0, top_p=0.9)
+    assert measure_acceptance(target, drafter, prompts, progress=False, settings=sampled).acceptance_length >= 1
     if dtype == torch.float32:
-        assert measure_acceptance(target, oracle, [PROMPT], 12, progress=False).acceptance_length > 1.5
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", TARGETS)
-def test_e5_walk_and_decoding_agree(name):
-    # Where flash-linear-attention is installed, a hybrid target runs on a GPU only.
-    target = gpu_target(name).cuda()
-    answer = target.generate(IDS.cuda(), max_new_tokens=40, do_sample=False)[0].tolist()
-    documents = [{"input_ids": answer, "supervised_spans": [[len(PROMPT), len(answer)]]}]
-    drafter = trained_like(target, documents, device="cuda")
-    report = measure_acceptance(target, drafter, [PROMPT], 40, check_lossless=False, progress=False)
-    assert report.acceptance_length > 1.3
-    walked = walked_acceptance_length(target, drafter, report, progress=False)
-    assert walked == pytest.approx(report.acceptance_length, rel=0.1)
+        assert report.acceptance_length > 1.3
+        walked = walked_acceptance_length(target, drafter, report, progress=False)
+        assert walked == pytest.approx(report.acceptance_length, rel=0.1)
 
 
 @pytest.mark.gpu

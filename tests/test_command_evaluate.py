@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import sys
-from functools import partial
 
 import pytest
 import tiny
@@ -19,15 +18,11 @@ from tiny import refused
 
 import dflash_hf
 from dflash_hf import acceptance, command_evaluate, generation, serving
-from dflash_hf.acceptance import PlainAnswer, PromptAcceptance
 from dflash_hf.command_evaluate import EvaluationArguments, Results, main
 from dflash_hf.model_card import read_results, write_facts
 
 
 torch.set_num_threads(1)
-
-HERE = {"target": "t", "drafters": ["d"], "prompts": "p"}
-SERVED = {"server": ["http://localhost:1"], "prompts": "p"}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +47,7 @@ def prompt_file(tmp_path):
         {"messages": [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}], "source": "maths"},
     ]
     path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_bytes(tiny.json_lines(rows))
     return path
 
 
@@ -75,7 +70,7 @@ def words(folders, prompt_file):
 
     def make(*drafters, **given):
         options = {"target": folders / "target", "prompts": prompt_file, "max_new_tokens": 6, "device": "cpu"} | given
-        named = [word for name, value in options.items() for word in (f"--{name}", value)]
+        named = [word for name, value in options.items() for word in (f"--{name}", *str(value).split())]
         return ["--drafters", *(folders / drafter for drafter in drafters), *named]
 
     return make
@@ -92,55 +87,68 @@ def written(folder):
     return json.loads((folder / "results" / "results.json").read_text())
 
 
-def never(*args, **kwargs):
-    pytest.fail("measured")
-
-
 # --- what is measured ---
 
 
-def test_several_drafters_side_by_side(run, words, folders):
-    results, table, printed = run(*words("first", "second", max_new_tokens=12, dtype="float32"))
-    assert results["definition"] in table
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_several_drafters_side_by_side(run, words, folders, batch_size):
+    given = {"max_new_tokens": 12, "dtype": "float32", "batch_size": batch_size}
+    results, table, printed = run(*words("first", "second", **given))
+    assert results["definition"] in table and f"{'one' if batch_size == 1 else 2} sequence" in table
     assert [str(folders / name) for name in ("first", "second")] == list(results["drafters"])
     for name, report in results["drafters"].items():
-        assert report["lossless"] is True and report["num_prompts"] == 3
+        assert report["lossless"] is True and (report["num_prompts"], report["batch_size"]) == (3, batch_size)
         assert results["walked"][name] == pytest.approx(report["acceptance_length"])
         assert list(report["by_source"]) == ["chat", "maths"] and list(report["by_language"]) == ["en", "de"]
         assert report["speed_up"] == pytest.approx(report["tokens_per_second"] / report["plain_tokens_per_second"])
         low, high = report["speed_up_interval"]
-        assert 0 < low <= report["speed_up"] <= high
+        assert 0 < low <= report["speed_up"] * 1.001 and report["speed_up"] <= high * 1.001
         assert sum(report["committed_histogram"]) == report["forwards"] and report["by_position"][0]["position"] == 0
         assert f"| {name} | {report['acceptance_length']:.2f} |" in table
     assert "3 of 3" in table and "| chat | 2 |" in table and "| maths | 1 |" in table and "| de | 1 |" in table
     settings = results["settings"]
-    assert settings["temperature"] == 0.0 and settings["versions"]["torch"] == torch.__version__
+    assert settings["versions"]["torch"] == torch.__version__
     assert settings["versions"]["dflash_hf"] == dflash_hf.__version__
     # A speed-up says nothing without it.
-    assert settings["device"] == "cpu" and "CPU" in settings["hardware"]
-    assert settings["target_dtype"] == "torch.float32"
+    assert (settings["device"], settings["target_dtype"]) == ("cpu", "torch.float32") and "CPU" in settings["hardware"]
     assert table.split("\nSettings:")[0] in printed + "\n"
+    # They fill a card.
+    rows = read_results(results, str(folders / "second")).rows
+    assert [row.prompts for row in rows] == ["chat", "maths", "all"]
+    with refused(ValueError, folders / "first"):
+        read_results(results)
 
 
-def test_a_machine_that_slows_down_changes_no_speed_up(run, words, folders, monkeypatch):
+def test_the_number_of_drafts_is_chosen_by_what_rounds_cost(run, words, folders, tmp_path):
+    drafter = str(folders / "first")
+    results, table, _ = run(*words("first", draft_lengths="1 2 9", batch_sizes="1 2", num_draft_tokens=2))
+    told = results["draft_lengths"][drafter]
+    # Longer blocks than the drafter's are left out.
+    assert list(told["acceptance_lengths"]) == ["1", "2"] and results["drafters"][drafter]["block_size"] == 3
+    assert told["acceptance_lengths"]["2"] == pytest.approx(results["drafters"][drafter]["acceptance_length"])
+    assert [(cost["batch_size"], cost["num_draft_tokens"]) for cost in told["costs"]] == [
+        (size, count) for size in (1, 2) for count in (0, 1, 2)
+    ]
+    assert all(cost["target_seconds"] > 0 for cost in told["costs"])
+    assert (tmp_path / "results" / "draft_lengths.png").stat().st_size > 5000
+    # What was measured elsewhere is taken in its place.
+    costs = [{"batch_size": 1, "num_draft_tokens": k, "target_seconds": [1.0, 0.1, 0.1][k]} for k in range(3)]
+    (tmp_path / "costs.json").write_text(json.dumps({"costs": costs}))
+    results, table, _ = run(*words("first", draft_lengths="1 2", costs=tmp_path / "costs.json"))
+    assert results["draft_lengths"][drafter]["tokens_per_second"]["1"]["0"] == 1.0 and "--speculative-config" in table
+    (tmp_path / "costs.json").write_text('{"costs": [{"batch_size": 0}]}')
+    with refused(SystemExit, "costs.json"):
+        run(*words("first", draft_lengths="1 2", costs=tmp_path / "costs.json"))
+
+
+def test_a_machine_that_slows_down_changes_no_speed_up(run, words, monkeypatch):
     """Each prompt is decoded in all ways before the next one, so that a drift of the machine falls on all alike."""
-    seconds, order = iter(range(1, 1000)), []
-
-    def plain_answer(target, input_ids, settings):
-        order.append("plain")
-        return PlainAnswer([7] * 8, 2.0 * next(seconds))
-
-    def decoded(target, drafter, input_ids, settings):
-        order.append("drafter")
-        return PromptAcceptance(input_ids[0].tolist(), [7] * 8, [7], [6], seconds=float(next(seconds)))
-
-    monkeypatch.setattr(acceptance, "plain_answer", plain_answer)
-    monkeypatch.setattr(acceptance, "_decode_prompt", decoded)
-    results, *_ = run(*words("first", "second", max_new_tokens=8, check_walk="false"))
+    order, plain, decode = [], acceptance._plain_batch, acceptance._decode_batch
+    monkeypatch.setattr(acceptance, "_plain_batch", lambda *args: order.append("plain") or plain(*args))
+    monkeypatch.setattr(acceptance, "_decode_batch", lambda *args: order.append("drafter") or decode(*args))
+    results, *_ = run(*words("first", "second", check_walk="false"))
+    # After the warm-ups.
     assert order[3:] == ["plain", "drafter", "drafter"] * 3 and results["walked"] == {}
-    first, second = (results["drafters"][str(folders / name)]["speed_up"] for name in ("first", "second"))
-    # Seconds 4, 7, 10 of the plain answers, doubled, and 5, 8, 11 and 6, 9, 12 of the drafters.
-    assert first == pytest.approx(42 / 24) and second == pytest.approx(42 / 27)
 
 
 def test_a_target_is_quantised_as_it_is_loaded(run, words, monkeypatch):
@@ -148,7 +156,8 @@ def test_a_target_is_quantised_as_it_is_loaded(run, words, monkeypatch):
     quantisation = {"quantization_config": {"quant_method": "quanto", "weights": "int8"}}
     targets, load = [], command_evaluate.load_target
     monkeypatch.setattr(command_evaluate, "load_target", lambda *args: targets.append(load(*args)) or targets[-1])
-    results, _, _ = run(*words("first", dtype="float32", target_model_init_kwargs=json.dumps(quantisation)))
+    given = ["--target_model_init_kwargs", json.dumps(quantisation)]
+    results, _, _ = run(*words("first", dtype="float32", num_prompts=1), *given)
     assert any(type(module).__name__ == "QLinear" for module in targets[0][0].modules())
     assert next(iter(results["drafters"].values()))["lossless"] is True
     assert results["settings"]["target_model_init_kwargs"] == quantisation
@@ -164,12 +173,11 @@ def modes(monkeypatch) -> list:
 
 def test_sampling_and_thinking_reach_the_models(run, words, modes):
     sampled = {"temperature": 0.9, "top_k": 50, "seed": 3, "enable_thinking": "false", "num_prompts": 1}
-    results, table, _ = run(*words("first", **sampled))
-    (report,) = results["drafters"].values()
-    assert modes == [False] and report["num_prompts"] == 1 and list(results["walked"].values()) == [1.0]
+    (first, table, _), (again, _, _) = (run(*words("first", **sampled)) for _ in range(2))
+    (report,), (other,) = first["drafters"].values(), again["drafters"].values()
+    assert modes == [False] * 2 and report["num_prompts"] == 1 and list(first["walked"].values()) == [1.0]
     assert report["lossless"] is None and "not compared" in table
-    again, _, _ = run(*words("first", **sampled))
-    assert next(iter(again["drafters"].values()))["prompts"][0]["output_ids"] == report["prompts"][0]["output_ids"]
+    assert other["prompts"][0]["output_ids"] == report["prompts"][0]["output_ids"]
 
 
 def test_n11_a_drafter_is_measured_in_the_mode_that_it_was_trained_in(run, words, folders, tmp_path, modes, caplog):
@@ -180,46 +188,38 @@ def test_n11_a_drafter_is_measured_in_the_mode_that_it_was_trained_in(run, words
     ):
         shutil.copytree(folders / "first", tmp_path / name)
         write_facts({"format": 1, **facts}, tmp_path / name)
-    quick = partial(words, num_prompts=1, check_walk="false")
-    results, _, _ = run(*quick(tmp_path / "off", "first"))
-    assert modes.pop() is False and results["settings"]["enable_thinking"] is False
-    run(*quick(tmp_path / "inferred"))
-    assert modes.pop() is None
-    caplog.clear()
-    run(*quick(tmp_path / "off", enable_thinking="true"))
-    assert modes.pop() is True and str(tmp_path / "off") in caplog.text
-    caplog.clear()
-    run(*quick(tmp_path / "off", tmp_path / "on"))
-    assert modes.pop() is None and str(tmp_path / "off") in caplog.text and str(tmp_path / "on") in caplog.text
+    # Drafters and what is given; the mode, and the drafters that a warning is about.
+    for names, given, mode, warned in (
+        (["off"], {}, False, ["mode"]),
+        (["inferred"], {}, None, []),
+        (["off"], {"enable_thinking": "true"}, True, ["off"]),
+        (["off", "on"], {}, None, ["off", "on"]),
+    ):
+        caplog.clear()
+        run(*words(*(tmp_path / name for name in names), num_prompts=1, check_walk="false", **given))
+        assert modes.pop() is mode and all(name in caplog.text for name in warned)
 
 
 def test_a_target_whose_caches_cannot_be_rolled_back_is_measured_without(run, words, monkeypatch):
     monkeypatch.setattr(generation, "LinearAttentionLayer", generation.DynamicLayer)
-    with refused(SystemExit, "use_cache=False"):
+    with refused(SystemExit, "Layer 0", "use_cache=False"):
         run(*words("first", num_prompts=1))
     results, _, _ = run(*words("first", num_prompts=1, use_cache="false"))
     assert next(iter(results["drafters"].values()))["lossless"] is True and results["finished"]
 
 
-def test_results_of_several_drafters_fill_a_card(run, words, folders, tmp_path):
-    run(*words("first", "second"))
-    path = tmp_path / "results" / "results.json"
-    rows = read_results(json.loads(path.read_text()), str(folders / "second")).rows
-    assert [row.prompts for row in rows] == ["chat", "maths", "all"]
-    with refused(ValueError, folders / "first"):
-        read_results(json.loads(path.read_text()))
-
-
 # --- servers ---
 
 
-def test_a_server_is_reported_alike(run, start, prompt_file):
-    (engine, url), (_, plain) = start("vllm"), start("sglang", plain=True)
+def test_n12_a_server_is_reported_alike(run, start, prompt_file, monkeypatch):
+    figures, make = [], acceptance.new_figure
+    monkeypatch.setattr(acceptance, "new_figure", lambda *args: figures.append(make(*args)) or figures[-1])
+    (engine, url), (_, other), (_, plain) = start("vllm"), start("vllm"), start("sglang", plain=True)
     results, table, _ = run(
-        "--server", url, "--plain_server", plain, "--prompts", prompt_file, "--max_new_tokens", 20, "--top_k", 5,
-        "--temperature", 0.7, "--enable_thinking", "true",
+        "--server", url, other, "--plain_server", plain, "--prompts", prompt_file, "--max_new_tokens", 20,
+        "--top_k", 5, "--temperature", 0.7, "--enable_thinking", "true",
     )  # fmt: skip
-    (report,) = results["servers"].values()
+    report, _ = results["servers"].values()
     assert report["acceptance_length"] == 3.0 and report["num_prompts"] == 3 and len(report["answers"]) == 3
     groups = [(group["source"], group["language"]) for group in report["groups"]]
     assert groups == [("chat", "en"), ("chat", "de"), ("maths", None)]
@@ -229,16 +229,10 @@ def test_a_server_is_reported_alike(run, start, prompt_file):
     assert {b["chat_template_kwargs"]["enable_thinking"] for b in engine.requests} == {True}
     # The answer in the file is not given to the server.
     assert engine.requests[-1]["messages"] == [{"role": "user", "content": "2+2"}]
-
-
-def test_n12_a_plot_of_servers_has_no_addresses(run, start, prompt_file, monkeypatch):
-    figures, make = [], acceptance.new_figure
-    monkeypatch.setattr(acceptance, "new_figure", lambda *args: figures.append(make(*args)) or figures[-1])
-    urls = [start("vllm")[1], start("vllm")[1]]
-    run("--server", *urls, "--prompts", prompt_file)
+    # No address is in the plot.
     figure, (axes,) = figures[-1]
     legend = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert legend == [f"vllm, {url.rpartition(':')[2]}" for url in urls]
+    assert legend == [f"vllm, {address.rpartition(':')[2]}" for address in (url, other)]
     assert "Qwen3.6-27B" in figure.get_suptitle() and "3 prompts" in figure.get_suptitle()
 
 
@@ -263,41 +257,35 @@ def test_what_a_server_answered_before_an_error_is_kept(run, start, prompt_file,
 # --- what an interrupt, a full disk and a broken model take along ---
 
 
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit, FloatingPointError])
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, FloatingPointError])
 def test_an_interrupt_loses_nothing_that_was_computed(run, words, monkeypatch, tmp_path, stop):
-    calls, original = [], acceptance.speculative_generate
+    """And a kill a minute, here 0 seconds."""
+    seen, keep, calls, decode = [], Results.keep, [], acceptance.speculative_generate_batch
+
+    def keep_and_look(*args):
+        keep(*args)
+        seen.append([drafter["num_prompts"] for drafter in written(tmp_path)["drafters"].values()])
+        return args[2]
 
     def interrupted(*args, **kwargs):
         calls.append(1)
         # Two warm-ups, two prompts by both drafters, and the third by the first.
         if len(calls) == 8:
             raise stop
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(acceptance, "speculative_generate", interrupted)
-    with pytest.raises(SystemExit if stop is FloatingPointError else stop):
-        run(*words("first", "second"))
-    results = written(tmp_path)
-    first, second = results["drafters"].values()
-    assert (first["num_prompts"], second["num_prompts"], results["finished"]) == (3, 2, False)
-    assert results["walked"] == {} and list(second["by_source"]) == ["chat"]
-    assert "did not finish" in (tmp_path / "results" / "results.md").read_text()
-    names = sorted(path.name for path in (tmp_path / "results").iterdir())
-    assert names == ["acceptance.png", "results.json", "results.md"]
-
-
-def test_a_kill_loses_a_minute_and_not_a_night(run, words, monkeypatch, tmp_path):
-    seen, original = [], Results.keep
-
-    def keep_and_look(*args):
-        report = original(*args)
-        seen.append([drafter["num_prompts"] for drafter in written(tmp_path)["drafters"].values()])
-        return report
+        return decode(*args, **kwargs)
 
     monkeypatch.setattr(Results, "keep", keep_and_look)
     monkeypatch.setattr(command_evaluate, "WRITE_EVERY", 0.0)
-    run(*words("first", "second"))
-    assert seen == [[1], [1, 1], [2, 1], [2, 2], [3, 2], [3, 3]]
+    monkeypatch.setattr(acceptance, "speculative_generate_batch", interrupted)
+    with pytest.raises(SystemExit if stop is FloatingPointError else stop):
+        run(*words("first", "second"))
+    assert seen == [[1], [1, 1], [2, 1], [2, 2], [3, 2]]
+    results = written(tmp_path)
+    second = list(results["drafters"].values())[1]
+    assert (results["finished"], results["walked"], list(second["by_source"])) == (False, {}, ["chat"])
+    assert "did not finish" in (tmp_path / "results" / "results.md").read_text()
+    names = sorted(path.name for path in (tmp_path / "results").iterdir())
+    assert names == ["acceptance.png", "results.json", "results.md"]
 
 
 def test_a_disk_that_is_full_at_the_end_takes_no_figure_along(run, words, monkeypatch, capsys):
@@ -307,12 +295,11 @@ def test_a_disk_that_is_full_at_the_end_takes_no_figure_along(run, words, monkey
     monkeypatch.setattr(command_evaluate, "replace_file", full)
     monkeypatch.setattr(command_evaluate, "WRITE_EVERY", 0.0)
     with refused(SystemExit, "No space left"):
-        run(*words("first", "second"))
+        run(*words("first", num_prompts=1))
     printed = capsys.readouterr()
-    assert "| drafter | acceptance length |" in printed.out and printed.out.count("3 of 3") == 2
-    # After each of three prompts by two drafters, and after each walk; neither walk is left out.
-    assert printed.err.count("could not be written") == 8
-    assert "did not finish" not in printed.out
+    assert "| drafter | acceptance length |" in printed.out and "1 of 1" in printed.out
+    # After the prompt, and after the walk.
+    assert printed.err.count("could not be written") == 2 and "did not finish" not in printed.out
 
 
 def test_a_terminal_that_cannot_show_a_name_takes_no_file_along(run, words, monkeypatch, tmp_path):
@@ -329,14 +316,11 @@ def test_the_second_of_two_signals_does_not_end_the_writing(run, words, monkeypa
     """A scheduler's signal ends the run in order, and what it sends while the results are written does nothing."""
     before, write = signal.getsignal(signal.SIGTERM), Results.write
 
-    def keep_and_end(*args):
-        signal.raise_signal(signal.SIGTERM)
-
     def write_under_a_signal(results):
         signal.raise_signal(signal.SIGTERM)
         write(results)
 
-    monkeypatch.setattr(command_evaluate, "walked_acceptance_length", keep_and_end)
+    monkeypatch.setattr(command_evaluate, "walked_acceptance_length", lambda *_: signal.raise_signal(signal.SIGTERM))
     monkeypatch.setattr(Results, "write", write_under_a_signal)
     with pytest.raises(SystemExit) as ended:
         run(*words("first"))
@@ -344,96 +328,71 @@ def test_the_second_of_two_signals_does_not_end_the_writing(run, words, monkeypa
     assert next(iter(written(tmp_path)["drafters"].values()))["num_prompts"] == 3
 
 
-def test_a_damaged_drafter_shows_before_another_is_measured(run, words, folders, tmp_path, monkeypatch):
-    shutil.copytree(folders / "first", tmp_path / "nan")
-    weights = load_file(tmp_path / "nan" / "model.safetensors")
-    weights["norm.weight"].fill_(float("nan"))
-    save_file(weights, tmp_path / "nan" / "model.safetensors", metadata={"format": "pt"})
-    monkeypatch.setattr(command_evaluate, "plain_answers", never)
-    with refused(SystemExit, tmp_path / "nan", "NaN"):
-        run(*words("first", tmp_path / "nan"))
-
-
-@pytest.mark.parametrize("fault", ["weight", "half"])
-def test_a_damaged_target_is_no_target(run, words, folders, tmp_path, fault):
-    shutil.copytree(folders / "target", tmp_path / "damaged")
-    weights, name = tmp_path / "damaged" / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
-    if fault == "weight":
-        save_file({k: v for k, v in load_file(weights).items() if k != name}, weights, metadata={"format": "pt"})
-    else:
-        os.truncate(weights, 5000)
-    with refused(SystemExit, name if fault == "weight" else tmp_path / "damaged"):
-        run(*words("first", target=tmp_path / "damaged"))
-
-
 # --- what is refused ---
+
+
+HERE = {"target": "t", "drafters": ["d"], "prompts": "p"}
+SERVED = {"server": ["http://localhost:1"], "prompts": "p"}
 
 
 @pytest.mark.parametrize(
     ("given", "names"),
     [
         ({"target": "x", "drafters": ["y"]}, ["prompts", "presets"]),
-        ({"presets": ["humaneval"], "target": "x"}, ["drafters", "server"]),
         (SERVED | HERE, ["target", "server"]),
         (SERVED | {"num_prompts": 0}, ["num_prompts", 0]),
-        (SERVED | {"max_new_tokens": 1}, ["max_new_tokens", 1]),
-        (SERVED | {"concurrency": 0}, ["concurrency"]),
         (SERVED | {"temperature": -1}, ["temperature", -1]),
         (SERVED | {"server": ["u", "u"]}, ["server", "u u"]),
         (HERE | {"dtype": "float8_e4m3fn"}, ["dtype", "float8_e4m3fn"]),
         (HERE | {"target_model_init_kwargs": {"token": "hf_x"}}, ["token"]),
+        (HERE | {"draft_lengths": [0, 3]}, ["draft_lengths", 0]),
         # Options that would do nothing.
         (SERVED | {"dtype": "float32"}, ["dtype=float32"]),
-        (SERVED | {"temperature": 0.5, "sample_drafts": True}, ["sample_drafts"]),
         (HERE | {"concurrency": 4}, ["concurrency=4"]),
         (HERE | {"top_p": 0.9, "sample_drafts": True}, ["top_p=0.9", "sample_drafts=True"]),
+        (HERE | {"batch_sizes": [4]}, ["batch_sizes=[4]", "draft_lengths"]),
     ],
 )
-def test_what_cannot_be_run_is_refused(given, names):
+def test_what_cannot_be_run_is_refused_and_what_acts_is_taken(monkeypatch, given, names):
     with refused(ValueError, *names):
         EvaluationArguments(**given)
-
-
-def test_what_acts_is_taken():
     EvaluationArguments(**HERE, temperature=0.7, top_p=0.9, top_k=5, sample_drafts=True, dtype="float32")
     EvaluationArguments(**SERVED, temperature=0.7, top_p=0.9, top_k=5, concurrency=4, model="m")
-
-
-def test_the_plots_package_is_missed_before_anything_is_measured(monkeypatch):
     monkeypatch.setattr(command_evaluate.importlib.util, "find_spec", lambda name: None)
     with refused(ValueError, "dflash_hf[evaluation]"):
         EvaluationArguments(**HERE)
 
 
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        ({"drafters": "missing"}, "missing"),
-        ({"drafters": "target"}, "target"),
-        ({"drafters": "other"}, "hidden_size"),
-        ({"target": "missing"}, "missing"),
-        ({"prompts": "missing.jsonl"}, "missing.jsonl"),
-    ],
-)
-def test_wrong_names_are_refused_before_anything_is_decoded(run, words, folders, monkeypatch, change, name):
-    monkeypatch.setattr(command_evaluate, "plain_answers", never)
-    monkeypatch.setattr(command_evaluate, "measure_acceptance", never)
-    given = {option: folders / value if option == "target" else value for option, value in change.items()}
-    with refused(SystemExit, name):
-        run(*words(given.pop("drafters", "first"), **given))
-
-
-@pytest.mark.parametrize("ids", [[], [999]])
-def test_prompts_that_the_target_cannot_read_show_before_anything_is_decoded(run, words, monkeypatch, ids):
-    """A chat template may write nothing, and a tokenizer may be another target's."""
-    monkeypatch.setattr(command_evaluate, "prompt_token_ids", lambda *args: [[5], [6], ids])
-    monkeypatch.setattr(command_evaluate, "measure_acceptance", never)
-    with refused(SystemExit, "Prompt 2"):
-        run(*words("first"))
-
-
-def test_an_output_folder_that_cannot_be_written_is_refused_at_once(run, words, tmp_path, monkeypatch):
+def test_what_is_wrong_shows_before_anything_is_decoded(run, words, folders, tmp_path, monkeypatch):
+    """Wrong names, models that do not fit or are damaged, an output folder that cannot be written."""
+    monkeypatch.setattr(command_evaluate, "plain_answers", lambda *args, **kwargs: pytest.fail("measured"))
+    for name in ("nan", "lacking", "half"):
+        shutil.copytree(folders / ("first" if name == "nan" else "target"), tmp_path / name)
+    weight, file = "model.layers.1.mlp.up_proj.weight", "model.safetensors"
+    damaged = load_file(tmp_path / "nan" / file) | {"norm.weight": torch.full((64,), torch.nan)}
+    save_file(damaged, tmp_path / "nan" / file, metadata={"format": "pt"})
+    lacking = {k: v for k, v in load_file(tmp_path / "lacking" / file).items() if k != weight}
+    save_file(lacking, tmp_path / "lacking" / file, metadata={"format": "pt"})
+    os.truncate(tmp_path / "half" / file, 5000)
+    for drafters, given, names in (
+        (["missing"], {}, ["missing"]),
+        (["target"], {}, ["target"]),
+        (["other"], {}, ["hidden_size"]),
+        (["first"], {"target": folders / "missing"}, ["missing"]),
+        (["first"], {"prompts": "missing.jsonl"}, ["missing.jsonl"]),
+        (["first", tmp_path / "nan"], {}, [tmp_path / "nan", "NaN"]),
+        (["first"], {"target": tmp_path / "lacking"}, [weight]),
+        (["first"], {"target": tmp_path / "half"}, [tmp_path / "half"]),
+    ):
+        with refused(SystemExit, *names):
+            run(*words(*drafters, **given))
+    # A chat template may write nothing, and a tokenizer may be another target's.
+    for ids in ([], [999]):
+        monkeypatch.setattr(command_evaluate, "prompt_token_ids", lambda *args, ids=ids: [[5], [6], ids])
+        with refused(SystemExit, "Prompt 2"):
+            run(*words("first"))
+    shutil.rmtree(tmp_path / "results")
     (tmp_path / "results").write_text("a file")
-    monkeypatch.setattr(command_evaluate, "read_prompts", never)
+    monkeypatch.setattr(command_evaluate, "read_prompts", lambda *args: pytest.fail("read"))
     with refused(SystemExit, "output_dir"):
         run(*words("first"))
