@@ -48,9 +48,11 @@ def reference_drafter(reference, drafter):
         rope_parameters={"rope_type": "default", "rope_theta": ours.rope_parameters["rope_theta"]},
         num_target_layers=ours.num_target_layers,
         block_size=ours.block_size,
-        dflash_config={"target_layer_ids": ours.target_layer_ids, "mask_token_id": ours.mask_token_id},
+        dflash_config=ours.dflash_config,
         is_causal=ours.is_causal,
     )
-    model = reference.DFlashDraftModel(config).eval()
-    model.load_state_dict(drafter.state_dict(), strict=True)
+    # The class of the same name; its codebooks are embeddings.
+    model = getattr(reference, ours.to_dict()["architectures"][0])(config).eval()
+    weights = {name + ".weight" * name.endswith("codebook"): t for name, t in drafter.state_dict().items()}
+    model.load_state_dict(weights, strict=True)
     return model
