@@ -95,6 +95,14 @@ def _divergence(name: str, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Te
     return share * kl + (1 - share) * (1 - overlap)
 
 
+def slot_divergence(
+    objective: "Distillation", target_logits: torch.Tensor, log_q: torch.Tensor, candidates: torch.Tensor
+) -> torch.Tensor:
+    """The divergence `[S]` of log-probabilities of candidates `[S, K]` from the target, of its logits `[S, V]`."""
+    logits = target_logits.to(_at_least_fp32(target_logits.dtype)) / objective.temperature
+    return _divergence(objective.divergence, logits.log_softmax(-1).gather(-1, candidates), log_q)
+
+
 # --- Objectives. Training minimises the sum of `block_losses` over the sum of `normalizer`. Each objective takes
 # --- terms [M, b-1, C] (0 where nothing counts) and what counts, [M, b-1].
 
@@ -182,6 +190,11 @@ class Distillation:
 Objective = DecayedCrossEntropy | DPace | Distillation
 
 
+def slot_weighting(objective: Objective) -> DecayedCrossEntropy | DPace:
+    """What weights the slots of an objective."""
+    return objective.weighting if isinstance(objective, Distillation) else objective
+
+
 def running_products(factors: torch.Tensor) -> torch.Tensor:
     """`cumprod` over the last dimension, of few factors, whose backward does not look for zeros on the host."""
     products = [factors[..., 0]]
@@ -231,26 +244,40 @@ class BlockSums:
     """Sums over blocks, on the device of the loss, added up over micro-batches and ranks and read once per log.
 
     `values` holds loss, normaliser, blocks, committed tokens, full blocks, tokens committed in full blocks, then for
-    slots 1..b-1 the counted ones, then the right ones.
+    slots 1..b-1 the counted ones, then the right ones. Five more are not zero where a selector chooses: its loss, and
+    for the largest logit and for the best candidate the tokens committed in full blocks, then the right slots.
     """
 
     values: torch.Tensor
 
     @staticmethod
     def zeros(block_size: int, device: torch.device | str = "cpu") -> "BlockSums":
-        return BlockSums(torch.zeros(6 + 2 * (block_size - 1), device=device))
+        return BlockSums(torch.zeros(11 + 2 * (block_size - 1), device=device))
 
     @staticmethod
-    def of(loss: torch.Tensor, normalizer: torch.Tensor, counted: torch.Tensor, right: torch.Tensor) -> "BlockSums":
-        """The sums of some blocks; `counted` and `right` (only where counted) are `[M, b-1]` each."""
+    def of(
+        loss: torch.Tensor,
+        normalizer: torch.Tensor,
+        counted: torch.Tensor,
+        right: torch.Tensor,
+        selector_loss: torch.Tensor,
+    ) -> "BlockSums":
+        """The sums of some blocks; `counted` `[M, b-1]`, and `right` `[M, b-1, 1 or 3]` (only where counted).
+
+        The three are what a selector chooses, the largest logit and the best candidate.
+        """
         length = counted.sum(dim=1)
         accepted = right.long().cumprod(dim=1).sum(dim=1)
         full = length == counted.shape[1]
         # After the last token of an answer the target has no token of its own to commit.
-        committed = torch.where(full, accepted + 1, torch.minimum(accepted + 1, length))
-        scalars = [loss, normalizer, (length > 0).sum(), committed.sum(), full.sum(), (committed * full).sum()]
+        committed = torch.where(full[:, None], accepted + 1, torch.minimum(accepted + 1, length[:, None]))
+        whole = (committed * full[:, None]).sum(0).float()
+        scalars = [loss, normalizer, (length > 0).sum(), committed[:, 0].sum(), full.sum(), whole[0]]
         wide = torch.stack([scalar.float() for scalar in scalars])
-        return BlockSums(torch.cat([wide, counted.sum(0).float(), right.sum(0).float()]))
+        sums = torch.cat([wide, counted.sum(0).float(), right[..., 0].sum(0).float()])
+        if right.shape[-1] == 1:
+            return BlockSums(nn.functional.pad(sums, (0, 5)))
+        return BlockSums(torch.cat([sums, selector_loss.float()[None], whole[1:], right[..., 1:].sum((0, 1)).float()]))
 
     def add(self, other: "BlockSums") -> None:
         self.values += other.values.to(self.values.device)
@@ -260,9 +287,10 @@ class BlockSums:
 
         `acceptance_length` is the mean number of tokens that a verification would commit at a random anchor (right
         drafts up to the first wrong one, plus the target's own token), over blocks whose slots all count; over all
-        blocks, cut at the end of the answer, where no block is full.
+        blocks, cut at the end of the answer, where no block is full. A selector's come with those of the largest logit
+        and of the best candidate: what it gains, and what it could.
         """
-        values = self.values.tolist()
+        *values, selector_loss, argmax_full, oracle_full, argmax_right, inside = self.values.tolist()
         loss, normalizer, blocks, committed, full, committed_full = values[:6]
         slots = (len(values) - 6) // 2
         counted, right = values[6 : 6 + slots], values[6 + slots :]
@@ -272,6 +300,14 @@ class BlockSums:
             "accuracy": sum(right) / max(sum(counted), 1),
             "full_blocks": full / max(blocks, 1),
         }
+        if selector_loss:
+            metrics |= {
+                "selector_loss": selector_loss / max(normalizer, 1e-12),
+                "acceptance_length_argmax": argmax_full / max(full, 1),
+                "acceptance_length_oracle": oracle_full / max(full, 1),
+                "accuracy_argmax": argmax_right / max(sum(counted), 1),
+                "candidate_recall": inside / max(sum(counted), 1),
+            }
         return metrics | {f"accuracy_slot_{k + 1}": right[k] / max(counted[k], 1) for k in range(slots)}
 
 
@@ -333,21 +369,54 @@ def _compiled_slot_terms(terms: SlotTerms) -> Callable[..., tuple[torch.Tensor, 
     return torch.compile(terms.__call__, dynamic=False)
 
 
+@dataclass(frozen=True)
+class _Learned:
+    """The terms of an objective, and behind them those of a selector where there is one ([`SelectorTerms`])."""
+
+    objective: Objective
+    selection: Any
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Terms of a slot, and what may be right in it: the choice, or the selector's, the largest logit's and any."""
+        own = self.objective.slot_terms.count
+        return (own, 1) if self.selection is None else (own + self.selection.count, 3)
+
+    def slots(self, weights: list, states, labels, index, logits, target_logits) -> tuple[torch.Tensor, torch.Tensor]:
+        """Terms and what is right `[S, C]` of the slots at some places, by the selector's weights."""
+        kind = self.objective.slot_terms
+        slot_terms = kind if labels.device.type == "cpu" else _compiled_slot_terms(kind)
+        values, right = slot_terms(logits, labels, None if kind.divergence is None else target_logits)
+        if self.selection is None:
+            return values, right[:, None]
+        own, (chosen, inside) = self.selection(weights, states, logits, labels, index, target_logits)
+        return torch.cat([values, own.to(values.dtype)], dim=-1), torch.stack([chosen, right, inside], dim=-1)
+
+    def loss(self, terms, counted, right) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum over some blocks, and that of the selector's part."""
+        loss = self.objective.block_losses(terms[..., : self.objective.slot_terms.count], counted).sum()
+        if self.selection is None:
+            return loss, torch.zeros_like(loss)
+        own = self.selection.block_losses(self.objective, terms, counted, right[..., 2]).sum()
+        return loss + self.selection.alpha * own, own
+
+
 class _FrozenHeadLoss(torch.autograd.Function):
-    """The gradient of the hidden states is taken chunk by chunk in the forward, so that no logits are kept."""
+    """Gradients, of a selector's weights too, are taken chunk by chunk in the forward, so that no logits are kept."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, labels, head, objective: Objective, order, chunks, target):
-        needs_grad = ctx.needs_input_grad[0]
+    def forward(ctx: Any, hidden, labels, head, learned: _Learned, order, chunks, target, *weights):
+        needs_grad, (count, kinds) = ctx.needs_input_grad[0], learned.shape
+        leaves = [w.detach().requires_grad_(n) for w, n in zip(weights, ctx.needs_input_grad[7:], strict=True)]
+        trained = [leaf for leaf in leaves if leaf.requires_grad]
+        learns = needs_grad or bool(trained)
         num_blocks, block_size, width = hidden.shape
         flat, flat_labels = hidden.detach().reshape(-1, width), labels.flatten()
-        gradient = torch.zeros_like(flat if needs_grad else flat[:0])
+        gradients = [torch.zeros_like(flat if needs_grad else flat[:0]), *map(torch.zeros_like, trained)]
         counted = labels[:, 1:] != IGNORE_INDEX
-        kind = objective.slot_terms
-        terms = torch.zeros(*labels.shape, kind.count, device=hidden.device, dtype=_at_least_fp32(hidden.dtype))
-        right = torch.zeros_like(labels, dtype=torch.bool)
-        loss = terms.new_zeros(())
-        slot_terms = kind if labels.device.type == "cpu" else _compiled_slot_terms(kind)
+        terms = torch.zeros(*labels.shape, count, device=hidden.device, dtype=_at_least_fp32(hidden.dtype))
+        right = torch.zeros(*labels.shape, kinds, device=hidden.device, dtype=torch.bool)
+        losses = terms.new_zeros(2)
         for first_block, end_block, first_slot, size in chunks:
             index = order[first_slot : first_slot + size]
             # Entries of other chunks, which only fill up this one, count nothing here.
@@ -356,31 +425,38 @@ class _FrozenHeadLoss(torch.autograd.Function):
             chunk_labels = torch.where(own, flat_labels[index], IGNORE_INDEX)
             expected = None if target is None else head(target.at(index, block_size))
             slots = flat[index].requires_grad_(needs_grad)
-            with torch.set_grad_enabled(needs_grad):
-                values, is_right = slot_terms(head(slots), chunk_labels, expected)
-            terms.view(-1, kind.count)[index] = values.detach().to(terms.dtype)
-            right.view(-1)[index] = is_right
+            with torch.set_grad_enabled(learns):
+                values, is_right = learned.slots(leaves, slots, chunk_labels, index, head(slots), expected)
+            terms.view(-1, count)[index] = values.detach().to(terms.dtype)
+            right.view(-1, kinds)[index] = is_right
             part = slice(first_block, end_block)
-            part_terms = terms[part, 1:].detach().requires_grad_(needs_grad)
-            with torch.set_grad_enabled(needs_grad):
-                part_loss = objective.block_losses(part_terms, counted[part]).sum()
-            loss = loss + part_loss.detach()
-            if needs_grad:
+            part_terms = terms[part, 1:].detach().requires_grad_(learns)
+            with torch.set_grad_enabled(learns):
+                part_loss, selector_loss = learned.loss(part_terms, counted[part], right[part, 1:])
+            losses = losses + torch.stack([part_loss, selector_loss]).detach()
+            if learns:
                 spread = torch.zeros_like(terms)
                 (spread[part, 1:],) = torch.autograd.grad(part_loss, part_terms)
-                spread = spread.view(-1, kind.count)[index].to(values.dtype)
-                (gradient[index],) = torch.autograd.grad(values, slots, spread)
+                spread = spread.view(-1, count)[index].to(values.dtype)
+                found = torch.autograd.grad(values, [*[slots] * needs_grad, *trained], spread)
+                if needs_grad:
+                    gradients[0][index] = found[0]
+                for total, added in zip(gradients[1:], found[needs_grad:], strict=True):
+                    total += added
             del values, slots, expected
-        sums = BlockSums.of(loss, objective.normalizer(counted), counted, right[:, 1:] & counted).values
-        ctx.save_for_backward(gradient.view(num_blocks if needs_grad else 0, block_size, width))
+        right, (loss, selector_loss) = right[:, 1:] & counted[..., None], losses
+        sums = BlockSums.of(loss, learned.objective.normalizer(counted), counted, right, selector_loss).values
+        gradients[0] = gradients[0].view(num_blocks if needs_grad else 0, block_size, width)
+        ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(sums)
         return loss, sums
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_loss, grad_sums):
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad_loss.to(gradient.dtype), None, None, None, None, None, None
+        gradient, *others = (saved * grad_loss.to(saved.dtype) for saved in ctx.saved_tensors)
+        of_weights = [others.pop(0) if needed else None for needed in ctx.needs_input_grad[7:]]
+        return gradient if ctx.needs_input_grad[0] else None, *[None] * 6, *of_weights
 
 
 def frozen_head_loss(
@@ -392,6 +468,7 @@ def frozen_head_loss(
     chunk_blocks: int | None = None,
     counted_slots: Sequence[int] | np.ndarray | None = None,
     target: TargetStates | None = None,
+    selection: Any = None,
 ) -> tuple[torch.Tensor, BlockSums]:
     """Sum of an objective's losses through the target's frozen head, in one pass over chunks of whole blocks.
 
@@ -407,8 +484,9 @@ def frozen_head_loss(
         counted_slots (`[B * N]`, *optional*): Counted slots of each block; without it the labels are asked, which
             waits for the device.
         target: The target's own states, for an objective that compares distributions.
+        selection: A [`selector_losses.SelectorTerms`], whose loss is added.
     """
-    compares = objective.slot_terms.divergence is not None
+    compares = objective.slot_terms.divergence is not None or (selection is not None and selection.compares)
     if compares and target is None:
         raise ValueError(f"{objective} needs the target's states: pass `target`, of FrozenTarget(final_states=True).")
     block_size = labels.shape[-1]
@@ -421,7 +499,9 @@ def frozen_head_loss(
     order, chunks = _chunks(labels, [int(count) for count in counted_slots], chunk_blocks)
     hidden_states = hidden_states.reshape(labels.shape[0], block_size, -1)
     target = target if compares else None
-    loss, sums = _FrozenHeadLoss.apply(hidden_states, labels, head, objective, order, chunks, target)
+    weights = () if selection is None else selection.selector.parameters()
+    learned = _Learned(objective, selection)
+    loss, sums = _FrozenHeadLoss.apply(hidden_states, labels, head, learned, order, chunks, target, *weights)
     return loss, BlockSums(sums)
 
 
@@ -462,11 +542,13 @@ def drafter_loss(
     objective: Objective,
     chunk_blocks: int | None = None,
     final_hidden_states: torch.Tensor | None = None,
+    selection: Any = None,
 ) -> tuple[torch.Tensor, BlockSums, Any]:
     """Draft all blocks of a batch: the sum of losses (not yet normalised), the metrics' sums, the drafter's output.
 
     `final_hidden_states` `[B, T, D]` are the target's after its final norm, for an objective that compares with its
-    distribution; the context comes with its noise.
+    distribution; the context comes with its noise. `selection` is the [`selector_losses.SelectorTerms`] of a
+    DFlash 2 drafter.
     """
     anchors = inputs["anchor_positions"]
     outputs = draft_blocks(model, config, head, inputs, context_hidden_states, anchors)
@@ -480,6 +562,7 @@ def drafter_loss(
         # Batches of other collators have no counts on the host.
         inputs["counted_slots"].ravel() if "counted_slots" in inputs else None,
         None if final_hidden_states is None else TargetStates(final_hidden_states, anchors),
+        selection,
     )
     return loss, sums, outputs
 

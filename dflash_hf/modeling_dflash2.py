@@ -76,7 +76,7 @@ class CandidateSelector(nn.Module):
         """Ids `[.., K]` of the largest logits `[.., V]`, ascending, so that the first of equal ones is taken."""
         return logits.detach().topk(self.top_k, dim=-1).indices.sort(dim=-1).values
 
-    def scores(
+    def forward(
         self, states: torch.Tensor, logits: torch.Tensor, candidates: torch.Tensor, predecessors: torch.Tensor
     ) -> torch.Tensor:
         """Scores `[.., P, K]` in fp32 or better of all candidates after each of P predecessors.
@@ -117,7 +117,7 @@ class CandidateSelector(nn.Module):
         """
         candidates = self.candidates(logits)
         before = torch.cat([anchors[:, None, None].expand(-1, 1, self.top_k), candidates[:, :-1]], dim=1)
-        scores = self.scores(states, logits, candidates, before)
+        scores = self(states, logits, candidates, before)
         if temperature == 0:
             chosen, probabilities = scores.argmax(dim=-1), None
         else:
