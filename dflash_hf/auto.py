@@ -8,14 +8,18 @@ from typing import Any
 from transformers import AutoConfig, AutoModel
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
+from .checkpoint_format import DFLASH2, DFLASH2_PART
 from .configuration_dflash import DFlashDraftConfig
+from .configuration_dflash2 import DFlash2DraftConfig
 from .modeling_dflash import DFlashDraftModel
+from .modeling_dflash2 import DFlash2DraftModel
 
 
 def is_drafter(config_dict: dict[str, Any]) -> bool:
     """Whether the content of a `config.json` is that of a drafter in the layout of this package."""
     architectures = config_dict.get("architectures")
-    return "DFlashDraftModel" in architectures if architectures else "dflash_config" in config_dict
+    own = {"DFlashDraftModel", DFLASH2, DFLASH2_PART}
+    return not own.isdisjoint(architectures) if architectures else "dflash_config" in config_dict
 
 
 class _StandsForQwen3Config(type):
@@ -56,3 +60,4 @@ def register_auto_classes() -> None:
     copyreg.pickle(_StandsForQwen3Config, lambda _: (copy.copy, (Qwen3Config,)))
     AutoConfig.register("qwen3", _Qwen3ConfigReader, exist_ok=True)
     AutoModel.register(DFlashDraftConfig, DFlashDraftModel)
+    AutoModel.register(DFlash2DraftConfig, DFlash2DraftModel)

@@ -45,6 +45,12 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 # Fields that stand at the top level or in `dflash_config`.
 OWN_FIELDS = ("block_size", "target_layer_ids", "mask_token_id", "num_target_layers")
+# Of DFlash 2, which readers look up in `dflash_config` alone, and its class; a part, for studies, has a name that no
+# server knows.
+GEOMETRY = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+SCALES = ("output_multiplier", "final_logit_softcapping", "input_embedding_scale")
+DFLASH2, DFLASH2_PART = "DFlash2DraftModel", "DFlash2PartDraftModel"
+CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 EAGLE_TAPS = "eagle_aux_hidden_state_layer_ids"
 
 # Field -> the layout that it announces, unless its value is empty.
@@ -52,12 +58,12 @@ OTHER_LAYOUTS = {
     "sample_from_anchor": "DSpark (slot j predicts the token after it)",
     **dict.fromkeys(("dspark_config", "markov_rank", "markov_head_type"), "DSpark"),
     **dict.fromkeys(("enable_confidence_head", "shift_label"), "DSpark"),
-    **dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"), "DFlash 2"),
+    **dict.fromkeys(GEOMETRY, "DFlash 2"),
     "dflare_config": "DFlare",
     **dict.fromkeys(("speculators_model_type", "speculators_config", "transformer_layer_config"), "speculators"),
 }
 # Another layout -> the readers that have code of their own for it.
-_SERVED_BY = {"DFlash 2": ENGINES, "speculators": ("vLLM",)}
+_SERVED_BY = {"speculators": ("vLLM",)}
 # Field -> (values that mean "not used", readers that apply it, readers of which only some releases do). The others
 # ignore the field without a word.
 PARTLY_READ: dict[str, tuple[tuple, tuple[str, ...], tuple[str, ...]]] = {
@@ -157,6 +163,11 @@ class Checkpoint:
         return self.raw.get(name) if inner is None else inner
 
     @property
+    def is_dflash2(self) -> bool:
+        """Whether it is a DFlash 2 drafter, or a part of one, by its class."""
+        return self.raw.get("architectures") in ([DFLASH2], [DFLASH2_PART])
+
+    @property
     def is_foreign(self) -> bool:
         return self.raw.get("model_type") not in (None, "qwen3")
 
@@ -194,7 +205,10 @@ class Checkpoint:
         """Names and shapes of the tensors that the configuration asks for; None when its sizes do not tell."""
         if self.taps is None or any(_size_wanted(name, self.raw.get(name)) for name in SIZES):
             return None
-        return expected_tensors({**self.raw, "target_layer_ids": self.taps})
+        geometry = {name: self.value(name) for name in GEOMETRY} if self.is_dflash2 else {}
+        if self.is_dflash2 and not all(map(_is_integer, geometry.values())):
+            return None
+        return expected_tensors({**self.raw, **geometry, "target_layer_ids": self.taps})
 
     @cached_property
     def bare_headers(self) -> TensorHeaders:
@@ -268,13 +282,18 @@ def _field(name: str, value: Any, expected: str, why: str, *remedy_and_readers: 
 
 def _architectures(checkpoint: Checkpoint) -> Said:
     given = checkpoint.raw.get("architectures")
-    # The servers have a class for DFlash 2 too.
-    warnings = SERVERS if given == ["DFlash2DraftModel"] else ()
-    if given != ["DFlashDraftModel"]:
+    if given == [DFLASH2]:
+        why = "generate(speculation_type='dflash') would draft with it as plain DFlash, without its selector."
+        remedy = "Decode with generate(custom_generate=dflash_hf.generation.speculative_decoding, drafter=drafter)."
+        yield _field("architectures", given, "as it is", why, remedy, (), OURS)
+    elif given == [DFLASH2_PART]:
+        why = "It is a part of DFlash 2, for studies, of which no engine has a class."
+        yield _field("architectures", given, f"[{DFLASH2!r}]", why, "Train convolutions and a selector.", ENGINES)
+    elif given != ["DFlashDraftModel"]:
         why = "vLLM and SGLang look up the drafter's class by this name."
         remedy = "Set it if the tensors are those of a DFlash drafter; else use the code that made the checkpoint."
-        errors = (*(() if warnings else SERVERS), *(() if given is None else OURS))
-        yield _field("architectures", given, "['DFlashDraftModel']", why, remedy, errors, warnings)
+        errors = (*SERVERS, *(() if given is None else OURS))
+        yield _field("architectures", given, "['DFlashDraftModel']", why, remedy, errors)
 
 
 def _layout(checkpoint: Checkpoint) -> Said:
@@ -282,11 +301,13 @@ def _layout(checkpoint: Checkpoint) -> Said:
     expected = "DFlash: slot k drafts the token at its own position, and only the target's head follows"
     for where, fields in checkpoint.levels.items():
         for name, layout in OTHER_LAYOUTS.items():
-            if fields.get(name):
+            if fields.get(name) and not (layout == "DFlash 2" and checkpoint.is_dflash2):
                 served, why = _SERVED_BY.get(layout, ()), f"This is the layout of {layout}."
                 if served:
                     why += f" {enumerate_some(served)} may have code for it, which these rules do not check."
                 remedy = "Use the code that made the checkpoint."
+                if layout == "DFlash 2":
+                    remedy = f"Write architectures=[{DFLASH2!r}], without which SGLang alone builds them."
                 if layout == "speculators":
                     remedy = "Convert it with dflash_hf.convert_speculators first."
                 yield _field(f"{where}{name}", fields[name], expected, why, remedy, others(*served), served)
@@ -295,6 +316,42 @@ def _layout(checkpoint: Checkpoint) -> Said:
             why = "Only vLLM maps a vocabulary of the drafter's own; the others use the target's head."
             remedy = "Serve it with vLLM, after checking that d2t is among the tensors."
             yield Finding(found, "the target's vocabulary", why, remedy, others("vLLM"), ("vLLM",))
+
+
+def _dflash2(checkpoint: Checkpoint) -> Said:
+    """Sizes of convolution and selector that go together, for a drafter in memory too."""
+    if not checkpoint.is_dflash2:
+        return
+    is_whole = checkpoint.raw["architectures"] == [DFLASH2]
+    values: dict[str, Any] = {name: checkpoint.value(name) for name in GEOMETRY}
+    kernel, group, rank, top_k = values.values()
+    why = "vLLM stops without one of the four; SGLang leaves the part out that lacks one."
+    if not all(_is_integer(value) and value >= 0 for value in values.values()):
+        yield Finding(f"dflash_config holds {values}", "four whole numbers", why)
+        return
+    if is_whole and not all(values.values()):
+        remedy = "Train both parts; a study of one keeps the name that this package gives it."
+        yield Finding(f"dflash_config holds {values}", "numbers above 0", why, remedy)
+    limits = {"hidden_size": checkpoint.raw.get("hidden_size"), "vocab_size": checkpoint.raw.get("vocab_size")}
+    hidden, vocab = (value if _is_integer(value) else 0 for value in limits.values())
+    block = checkpoint.block_size or kernel
+    if kernel and (not group or hidden % group or kernel > block):
+        found = f"conv_kernel_size={kernel} and conv_group_size={group} for {hidden} channels in blocks of {block}"
+        yield Finding(found, "groups that divide hidden_size, and a kernel of at most one block", "No reader fits it.")
+    if rank and not 0 < top_k <= (vocab or top_k):
+        found = f"selector_top_k={top_k} of {vocab} tokens"
+        yield Finding(found, "1 to vocab_size", "A selector has so many candidates in each slot.")
+
+
+def _dflash2_fields(checkpoint: Checkpoint) -> Said:
+    """Where a file has the fields of DFlash 2."""
+    lost = [name for name in (*GEOMETRY, *SCALES) if checkpoint.raw.get(name) and checkpoint.nested.get(name) is None]
+    if checkpoint.is_dflash2 and lost:
+        why = "vLLM and SGLang look them up there and nowhere else."
+        yield _field(f"{enumerate_some(lost, 9)} in dflash_config", None, "the fields of DFlash 2 there", why)
+    if checkpoint.is_dflash2 and checkpoint.value("draft_vocab_size") not in (None, checkpoint.raw.get("vocab_size")):
+        why = "No reader has a DFlash 2 drafter with a vocabulary of its own."
+        yield _field("draft_vocab_size", checkpoint.value("draft_vocab_size"), "the target's vocabulary", why)
 
 
 def _model_type(checkpoint: Checkpoint) -> Said:
@@ -605,7 +662,10 @@ def _both_spellings(checkpoint: Checkpoint) -> Said:
 def _partly_read(checkpoint: Checkpoint) -> Said:
     for where, fields in checkpoint.levels.items():
         for name, (neutral, applying, in_part) in PARTLY_READ.items():
-            if fields.get(name) not in neutral:
+            if checkpoint.is_dflash2 and name in SCALES:
+                # SGLang asks the target for the scale of the embedding, and no target of it has one.
+                applying = others("SGLang") if name == "input_embedding_scale" else ALL
+            if fields.get(name) not in neutral and applying != ALL:
                 reading = " and ".join((*applying, *(f"some releases of {reader}" for reader in in_part)))
                 why = f"Only {reading} would apply it; the others ignore it without a word."
                 errors, expected = others(*applying, *in_part), f"no such field, or {_show(neutral[-1])}"
@@ -647,6 +707,8 @@ def _remote_code(checkpoint: Checkpoint) -> Said:
 CONFIG_RULES = (
     Rule("architectures", "the class the servers look up", STRICT, _architectures),
     Rule("layout", "no other kind of drafter", ALL, _layout),
+    Rule("dflash2", "convolution and selector in full", ALL, _dflash2),
+    Rule("dflash2_fields", "in dflash_config", ALL, _dflash2_fields),
     Rule("model_type", "a type that AutoConfig knows", ALL, _model_type),
     Rule("dflash_config", "an object", ALL, _dflash_config),
     Rule("sizes", "all sizes, and heads that divide", ALL, _sizes),
@@ -673,7 +735,7 @@ CONFIG_RULES = (
 )
 # What a configuration in memory is held to; the others are about how a file spells it.
 _HELD_IN_MEMORY = (
-    *(_sizes, _layer_types, _sliding_window, _causality, _rope_theta, _rope_type, _block_size),
+    *(_dflash2, _sizes, _layer_types, _sliding_window, _causality, _rope_theta, _rope_type, _block_size),
     *(_target_layer_ids, _tap_order, _tap_range, _num_target_layers, _mask_token_id),
 )
 # What `from_pretrained` holds config.json to: the table, and faults that only matter to it.
@@ -683,8 +745,17 @@ _HELD_IN_FILE = (*(rule.look for rule in CONFIG_RULES), _rope_type, _bias_and_dt
 # --- Rules on the tensors, by their headers. Where the configuration does not say which are expected, nothing is told.
 
 
+def _codebook_names(checkpoint: Checkpoint) -> Said:
+    wrong = [f"{name}.weight" for name in CODEBOOKS if f"{name}.weight" in checkpoint.bare_headers]
+    if wrong:
+        why = "vLLM refuses the names. SGLang drops the tensors without a word, so that its selector does nothing."
+        remedy = "Rename them: dflash's class saves them so where it was built, not loaded."
+        yield Finding("\n".join(wrong), "the names without .weight", why, remedy, others("z-lab"))
+
+
 def _tensors_missing(checkpoint: Checkpoint) -> Said:
-    missing = [f"{name} is missing" for name in checkpoint.expected or {} if name not in checkpoint.bare_headers]
+    held = {name.removesuffix(".weight") if "_codebook" in name else name for name in checkpoint.bare_headers}
+    missing = [f"{name} is missing" for name in checkpoint.expected or {} if name not in held]
     if checkpoint.expected is None:
         yield None
     elif missing:
@@ -706,7 +777,8 @@ def _tensors_unexpected(checkpoint: Checkpoint) -> Said:
     if expected is None:
         yield None
         return
-    unexpected = [name for name in checkpoint.bare_headers if name not in expected]
+    named = {f"{name}.weight" for name in CODEBOOKS if name in expected}
+    unexpected = [name for name in checkpoint.bare_headers if name not in expected and name not in named]
     own = [name for name in unexpected if "embed_tokens" in name or "lm_head" in name]
     refused = [name for name in unexpected if name not in own]
     for names, errors, why in (
@@ -755,6 +827,7 @@ def _tensor_dtypes(checkpoint: Checkpoint) -> Said:
 
 
 TENSOR_RULES = (
+    Rule("codebook_names", "codebooks without .weight", others("z-lab"), _codebook_names),
     Rule("tensors_missing", "all tensors", ALL, _tensors_missing),
     Rule("tensor_prefix", "names without prefix", ("vLLM", "transformers"), _tensor_prefix),
     Rule("tensors_unexpected", "no other tensors", ALL, _tensors_unexpected),
@@ -789,6 +862,13 @@ def expected_tensors(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
     }
+    if kernel := config.get("conv_kernel_size"):
+        for name in ("attention_conv", "mlp_conv"):
+            layer[f"{name}.base_kernel"] = (2, kernel, hidden)
+            layer[f"{name}.kernel_projection.weight"] = (2 * kernel * (hidden // config["conv_group_size"]), hidden)
+    if rank := config.get("selector_rank"):
+        tensors |= dict.fromkeys(CODEBOOKS, (config["vocab_size"], rank))
+        tensors["candidate_selector.hidden_projection.weight"] = (rank, hidden)
     for index in range(config["num_hidden_layers"]):
         tensors |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
     return tensors

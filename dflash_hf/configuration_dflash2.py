@@ -7,14 +7,8 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from .checkpoint_format import DFLASH2, DFLASH2_PART, GEOMETRY, SCALES, Checkpoint
 from .configuration_dflash import DFlashDraftConfig
-
-
-# Where readers of a DFlash 2 drafter look for them: in `dflash_config`, and nowhere else.
-GEOMETRY = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-SCALES = ("output_multiplier", "final_logit_softcapping", "input_embedding_scale")
-# A part of DFlash 2, for studies, goes by a name that no server has a class for.
-WHOLE, PART = "DFlash2DraftModel", "DFlash2PartDraftModel"
 
 
 def logit_scale_and_cap(config: PreTrainedConfig) -> tuple[float, float | None]:
@@ -62,12 +56,18 @@ class DFlash2DraftConfig(DFlashDraftConfig):
         for name in (*GEOMETRY, *SCALES):
             if (value := nested.pop(name, None)) is not None:
                 setattr(self, name, value)
+        # Known before the parent checks what is held.
+        kwargs["architectures"] = self.architectures = self._class_names
         super().__post_init__(dflash_config=nested, **kwargs)
 
+    @staticmethod
+    def is_its(config_dict: dict[str, Any]) -> bool:
+        """Whether the content of a `config.json` is that of a DFlash 2 drafter."""
+        return Checkpoint("", config=config_dict).is_dflash2
+
     @property
-    def is_whole(self) -> bool:
-        """Whether it has both convolutions and a selector, as servers expect it."""
-        return bool(self.conv_kernel_size and self.selector_rank)
+    def _class_names(self) -> list[str]:
+        return [DFLASH2 if self.conv_kernel_size and self.selector_rank else DFLASH2_PART]
 
     @property
     def dflash_config(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class DFlash2DraftConfig(DFlashDraftConfig):
     def to_dict(self) -> dict[str, Any]:
         """The `config.json` of the published drafters; that of a part names an architecture that servers refuse."""
         output = {k: v for k, v in super().to_dict().items() if k not in (*GEOMETRY, *SCALES)}
-        output["architectures"] = [WHOLE if self.is_whole else PART]
+        output["architectures"] = self._class_names
         return output
 
 

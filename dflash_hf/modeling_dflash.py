@@ -197,11 +197,15 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         super().__init__(config)
         self.fc = nn.Linear(len(config.target_layer_ids or []) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList([DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList([self.make_layer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = DFlashRotaryEmbedding(config)
         self.gradient_checkpointing = False
         self.post_init()
+
+    @staticmethod
+    def make_layer(config: Any, layer_idx: int) -> nn.Module:
+        return DFlashDecoderLayer(config, layer_idx)
 
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
@@ -285,7 +289,9 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
                 # The weights of the commit that was checked, whatever is pushed meanwhile.
                 kwargs["revision"] = config._commit_hash
         dtype = stored if dtype in (None, "auto") else dtype
-        loaded: Any = super().from_pretrained(
+        # That of DFlash 2, where it is imported and the checkpoint is its.
+        kind = next((kind for kind in cls.__subclasses__() if type(config) is kind.config_class), cls)
+        loaded: Any = super(DFlashDraftModel, kind).from_pretrained(
             path, *model_args, config=config, dtype=dtype, output_loading_info=True, **kwargs
         )
         model, info = loaded

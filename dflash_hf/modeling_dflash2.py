@@ -190,10 +190,12 @@ class DFlash2DraftModel(DFlashDraftModel):
     def __init__(self, config: Any):
         config = DFlash2DraftConfig.from_base_config(config)
         super().__init__(config)
-        if config.conv_kernel_size:
-            self.layers = nn.ModuleList([DFlash2DecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.candidate_selector = CandidateSelector(config) if config.selector_rank else None
         self.post_init()
+
+    @staticmethod
+    def make_layer(config: Any, layer_idx: int) -> nn.Module:
+        return (DFlash2DecoderLayer if config.conv_kernel_size else DFlashDecoderLayer)(config, layer_idx)
 
     def _init_weights(self, module):
         """New convolutions copy, and a new selector adds nothing: the start of training is a DFlash drafter."""

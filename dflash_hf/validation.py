@@ -40,6 +40,7 @@ from .checkpoint_files import (
 )
 from .checkpoint_format import (
     ALL,
+    CODEBOOKS,
     CONFIG_RULES,
     OURS,
     READERS,
@@ -117,6 +118,18 @@ def _values(checkpoint: Checkpoint) -> Said:
         yield Finding(found, "finite values", why, "Copy the file again, or take an earlier checkpoint of the run.")
 
 
+def _dead_selector(checkpoint: Checkpoint) -> Said:
+    name = CODEBOOKS[1]
+    if checkpoint.folder is None or checkpoint.headers is None:
+        yield from [None] * checkpoint.is_dflash2
+        return
+    for path in sorted(checkpoint.folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as tensors:
+            if name in tensors.keys() and not tensors.get_tensor(name).any():  # noqa: SIM118
+                why = "The selector adds nothing, and drafts are those of the plain logits."
+                yield Finding(f"{name} is zero", "a trained selector", why, "Train it.", (), ALL)
+
+
 def _file_rule(rule_id: str, title: str) -> Rule:
     return Rule(rule_id, title, ALL, lambda c: (finding for name, finding in c.unreadable.items() if name == rule_id))
 
@@ -133,6 +146,7 @@ RULES = (
     Rule("loader", "dflash_hf accepts config.json", OURS, _loader),
     *TENSOR_RULES,
     Rule("tensor_values", "no NaN, no infinity", ALL, _values),
+    Rule("dead_selector", "a selector that is trained", ALL, _dead_selector),
 )
 
 

@@ -2,15 +2,21 @@
 """DFlash 2: training equals decoding, a naive twin and z-lab's reference; its start is a DFlash drafter."""
 
 import copy
+import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from naive import _attention, packed_forward, random_drafter, random_inputs, rms_norm
 from reference import reference_drafter, reference_module
+from safetensors.torch import load_file, save_file
 from test_modeling_dflash import FULL, QWEN36, ROWS, SLIDING, assert_close, cached_round, new_cache
-from transformers import DynamicCache
+from tiny import refused
+from transformers import AutoModel, DynamicCache
 
-from dflash_hf.modeling_dflash2 import DFlash2DraftModel
+from dflash_hf import DFlash2DraftModel, DFlashDraftModel, validate_checkpoint
 
 
 SMALL = {"conv_group_size": 8, "selector_rank": 6, "selector_top_k": 4}
@@ -25,7 +31,7 @@ DRAFTERS = {
 
 def random_dflash2(seed: int = 0, own: dict | None = None, **fields) -> DFlash2DraftModel:
     """A drafter of which every new weight matters."""
-    drafter = DFlash2DraftModel.from_dflash(random_drafter(**fields), **SMALL, **(own or {}))
+    drafter = DFlash2DraftModel.from_dflash(random_drafter(**fields), **{**SMALL, **(own or {})})
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
@@ -180,3 +186,111 @@ def test_identity_start_is_the_dflash_drafter_to_the_bit(dtype, own):
             tokens, _ = grown.candidate_selector.walk(hidden[:, 1:4], logits, torch.tensor([3]))
             assert torch.equal(tokens, logits.argmax(-1))
     assert grown.dtype == dtype and all(torch.equal(before[name], t) for name, t in drafter.state_dict().items())
+
+
+# Loading and saving
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A drafter of five layers as it is published, in bf16."""
+    drafter = random_dflash2(layer_types=QWEN36, window=6).bfloat16()
+    drafter.save_pretrained(tmp_path)
+    return tmp_path, drafter
+
+
+def test_the_published_layout_is_written_and_read(folder):
+    path, drafter = folder
+    tensors, config = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
+    assert len(tensors) == 81 and config["architectures"] == ["DFlash2DraftModel"] and config["model_type"] == "qwen3"
+    sizes = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 4}
+    assert sizes.items() <= config["dflash_config"].items() and not sizes.keys() & config.keys()
+    shapes = {name: tuple(t.shape) for name, t in tensors.items()}
+    assert shapes["candidate_selector.successor_codebook"] == (50, 6)
+    assert shapes["layers.4.mlp_conv.base_kernel"] == (2, 2, 32)
+    assert shapes["layers.0.attention_conv.kernel_projection.weight"] == (16, 32)
+    for cls in (DFlash2DraftModel, DFlashDraftModel, AutoModel):
+        loaded = cls.from_pretrained(path)
+        assert type(loaded) is DFlash2DraftModel and loaded.dtype == torch.bfloat16
+        assert all(torch.equal(t, loaded.state_dict()[name]) for name, t in drafter.state_dict().items())
+        assert loaded.config.dflash_config == drafter.config.dflash_config
+
+
+def test_remote_code_loads_it_where_the_package_is_missing(folder, tmp_path):
+    path, drafter = folder
+    names = {file.name for file in path.glob("*.py")}
+    assert {"modeling_dflash2.py", "configuration_dflash2.py", "modeling_dflash.py"} <= names
+    script = (
+        "import sys, torch; sys.modules['dflash_hf'] = None\n"
+        "from transformers import AutoModel\n"
+        f"model = AutoModel.from_pretrained({str(path)!r}, trust_remote_code=True)\n"
+        "codebook = model.candidate_selector.successor_codebook\n"
+        "print(type(model).__name__, model.config.selector_rank, codebook.sum().item())"
+    )
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": ""}
+    output = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, cwd="/")
+    total = drafter.candidate_selector.successor_codebook.sum().item()
+    assert output.stdout.split() == ["DFlash2DraftModel", "6", str(total)], output.stderr
+
+
+def test_a_part_is_saved_under_a_name_that_no_server_has(tmp_path):
+    part = random_dflash2(own={"selector_rank": 0}, layer_types=[FULL])
+    part.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert part.candidate_selector is None and config["architectures"] == ["DFlash2PartDraftModel"]
+    loaded = DFlashDraftModel.from_pretrained(tmp_path)
+    assert type(loaded) is DFlash2DraftModel and loaded.candidate_selector is None
+    report = validate_checkpoint(tmp_path)
+    assert [report.ok_for(reader) for reader in ("vLLM", "SGLang", "z-lab", "transformers")] == [False] * 3 + [True]
+
+
+def status_of(path, rule):
+    """Readers for which a rule is an error, and for which a warning."""
+    report = validate_checkpoint(path)
+    return tuple(
+        [r for r in ("vLLM", "SGLang", "z-lab", "transformers") if report.status(rule, r) == kind]
+        for kind in ("error", "warning")
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule", "errors"),
+    [
+        ({"selector_top_k": None}, "dflash2", 4),
+        ({"conv_group_size": 7}, "dflash2", 4),
+        ({"conv_kernel_size": 5}, "dflash2", 4),
+        ({"selector_top_k": 51}, "dflash2", 4),
+        ({"selector_rank": 0}, "dflash2", 4),
+        ({"draft_vocab_size": 30}, "dflash2_fields", 4),
+        ({"input_embedding_scale": 2.0}, "partly_read", 1),
+        ({"output_multiplier": 0.5, "final_logit_softcapping": 20}, "partly_read", 0),
+    ],
+)
+def test_fields_that_do_not_go_together_are_found(folder, changes, rule, errors):
+    path, _ = folder
+    config = json.loads((path / "config.json").read_text())
+    config["dflash_config"] = {k: v for k, v in {**config["dflash_config"], **changes}.items() if v is not None}
+    (path / "config.json").write_text(json.dumps(config))
+    assert len(status_of(path, rule)[0]) == errors
+    if errors == 4:
+        with refused(ValueError, *changes):
+            DFlashDraftModel.from_pretrained(path)
+
+
+def test_names_and_values_that_servers_misread_are_found(folder):
+    path, _ = folder
+    assert validate_checkpoint(path).ok
+    tensors, file = load_file(path / "model.safetensors"), path / "model.safetensors"
+    assert status_of(path, "architectures") == ([], ["transformers"])
+    name = "candidate_selector.successor_codebook"
+    save_file({**tensors, name: torch.zeros_like(tensors[name])}, file, metadata={"format": "pt"})
+    assert status_of(path, "dead_selector")[1] == ["vLLM", "SGLang", "z-lab", "transformers"]
+    codebook = tensors.pop(name)
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert status_of(path, "tensors_missing")[0] == ["vLLM", "SGLang", "z-lab", "transformers"]
+    save_file({**tensors, f"{name}.weight": codebook}, file, metadata={"format": "pt"})
+    assert status_of(path, "codebook_names") == (["vLLM", "SGLang", "transformers"], [])
+    assert status_of(path, "tensors_missing") == status_of(path, "tensors_unexpected") == ([], [])
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "architectures": ["DFlashDraftModel"]}))
+    assert len(status_of(path, "layout")[0]) == 4
