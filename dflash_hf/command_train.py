@@ -23,12 +23,14 @@ from transformers import AutoTokenizer, PreTrainedConfig, TrainingArguments, set
 from .adapting import adapt
 from .callbacks import ProfileCallback, end_together
 from .chats import is_remote
+from .checkpoint_format import GEOMETRY
 from .cli import errors_in_one_line, parse_config, refuse_unused
 from .configuration_dflash import DFlashDraftConfig
+from .configuration_dflash2 import DFlash2DraftConfig, target_scales
 from .documents import read_manifest
 from .frozen_target import FrozenTarget, random_target, read_target_config, synthetic_documents
-from .losses import compares_distributions
 from .modeling_dflash import DFlashDraftModel
+from .modeling_dflash2 import DFlash2DraftModel
 from .planning import Plan, RanksCallback, check_memory, check_ranks, make_plan, preflight
 from .prefetch import place_target, placements
 from .topology import planned_placements
@@ -59,6 +61,15 @@ class TrainArguments:
         default=None,
         metadata={"help": "Start the processes of this configuration: one_pair, two_pairs, ... or a file."},
     )
+    dflash2: bool = field(
+        default=False, metadata={"help": "Train a DFlash 2 drafter; it starts as the DFlash drafter that is given."}
+    )
+    conv_kernel_size: int | None = field(default=None, metadata={"help": "Slots that a DFlash 2 convolution reads."})
+    conv_group_size: int | None = field(default=None, metadata={"help": "Channels that share a DFlash 2 correction."})
+    selector_rank: int | None = field(
+        default=None, metadata={"help": "Width of the selector's codebooks; 64 or less for a small vocabulary."}
+    )
+    selector_top_k: int | None = field(default=None, metadata={"help": "Candidates of a slot of the selector."})
     # A new drafter's shape, by default the target's; the last three change one that continues.
     num_layers: int | None = field(default=None, metadata={"help": "Layers of a new drafter."})
     num_attention_heads: int | None = field(default=None, metadata={"help": "Attention heads of a new drafter."})
@@ -126,6 +137,8 @@ class TrainArguments:
                 f"{', '.join(given)} cannot be given with drafter={self.drafter}: a drafter that continues keeps its "
                 "shape and mask token. Leave them out, or leave out the drafter to train a new one."
             )
+        if not self.dflash2:
+            refuse_unused(self, GEOMETRY, "without dflash2")
         self.gpus()
 
     def gpus(self) -> tuple[int, float] | None:
@@ -224,12 +237,20 @@ class Run:
         given = {name: vars(self.recipe)[name] for name in (*SHAPE, *CHANGEABLE)}
         given = {name: value for name, value in given.items() if value is not None}
         if self.recipe.drafter is not None:
-            return DFlashDraftConfig.from_pretrained(self.recipe.drafter, **given)
+            config = DFlashDraftConfig.from_pretrained(self.recipe.drafter, **given)
+            return DFlash2DraftConfig.from_dict(config.to_dict(), **self._own()) if self.recipe.dflash2 else config
         if self.recipe.sliding_window is not None:
             given["use_sliding_window"] = True
         if self.recipe.num_layers is not None:
             given["num_hidden_layers"] = self.recipe.num_layers
+        if self.recipe.dflash2:
+            given |= {"kind": DFlash2DraftConfig, **self._own()}
         return new_drafter_config(self.target_config, self.tokenizer, **given)
+
+    def _own(self) -> dict[str, Any]:
+        """The fields of DFlash 2 that are given, and those of the target's logits."""
+        given = {name: value for name in GEOMETRY if (value := vars(self.recipe)[name]) is not None}
+        return given | target_scales(self.target_config)
 
     def _read_documents(self) -> tuple[Any, Any]:
         """Documents to train on and to evaluate on."""
@@ -299,7 +320,7 @@ class Run:
         # A JSON string becomes a dict in TrainingArguments, and every configuration has taps.
         assert isinstance(given, dict) and taps is not None
         options = {"compile_target": args.compile_target, "allow_slow_target": args.allow_slow_target}
-        options["final_states"] = compares_distributions(args.objective)
+        options["final_states"] = args.compares
         if not recipe.random_target_config:
             return FrozenTarget(recipe.target, taps, device=device, **options, **{**spread, **given})
         if device is None:
@@ -312,9 +333,12 @@ class Run:
         """A trained drafter with its changes, or one with random weights, drawn on its device."""
         if self.recipe.drafter is None:
             with self.args.device:
-                return DFlashDraftModel(self.drafter_config)
+                return (DFlash2DraftModel if self.recipe.dflash2 else DFlashDraftModel)(self.drafter_config)
         changes = {name: vars(self.recipe)[name] for name in CHANGEABLE}
-        return adapt(DFlashDraftModel.from_pretrained(self.recipe.drafter), **changes)
+        drafter = adapt(DFlashDraftModel.from_pretrained(self.recipe.drafter), **changes)
+        return (
+            DFlash2DraftModel.from_dflash(drafter, self.args.seed, **self._own()) if self.recipe.dflash2 else drafter
+        )
 
     def train(self) -> None:
         """Train, save, evaluate; or the preflight."""

@@ -21,6 +21,12 @@ def logit_scale_and_cap(config: PreTrainedConfig) -> tuple[float, float | None]:
     return math.prod(factors), fields.get("final_logit_softcapping") or None
 
 
+def target_scales(target_config: PreTrainedConfig) -> dict[str, Any]:
+    """The fields that tell servers what a target does with its logits, which decides over the walk."""
+    scale, cap = logit_scale_and_cap(target_config.get_text_config(decoder=True))
+    return {"output_multiplier": None if scale == 1 else scale, "final_logit_softcapping": cap}
+
+
 @strict
 class DFlash2DraftConfig(DFlashDraftConfig):
     r"""
@@ -78,9 +84,7 @@ class DFlash2DraftConfig(DFlashDraftConfig):
     @classmethod
     def from_target_config(cls, target_config: PreTrainedConfig, **fields) -> "DFlash2DraftConfig":  # type: ignore[override]
         """As for DFlash; the scale and the cap of the target's logits come too, since they change the walk."""
-        scale, cap = logit_scale_and_cap(target_config.get_text_config(decoder=True))
-        own = {"output_multiplier": None if scale == 1 else scale, "final_logit_softcapping": cap}
-        return super().from_target_config(target_config, **{**own, **fields})  # type: ignore[return-value]
+        return super().from_target_config(target_config, **{**target_scales(target_config), **fields})  # type: ignore[return-value]
 
     def to_dict(self) -> dict[str, Any]:
         """The `config.json` of the published drafters; that of a part names an architecture that servers refuse."""

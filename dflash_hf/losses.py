@@ -300,7 +300,7 @@ class BlockSums:
             "accuracy": sum(right) / max(sum(counted), 1),
             "full_blocks": full / max(blocks, 1),
         }
-        if selector_loss:
+        if argmax_full or selector_loss:
             metrics |= {
                 "selector_loss": selector_loss / max(normalizer, 1e-12),
                 "acceptance_length_argmax": argmax_full / max(full, 1),

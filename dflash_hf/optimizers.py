@@ -15,7 +15,8 @@ class MuonWithAdamW(Optimizer):
     """Steps two-dimensional parameters with `torch.optim.Muon` and all others with `torch.optim.AdamW`.
 
     Muon's orthogonal steps are scaled to the root mean square of AdamW's, so that both follow one learning rate.
-    `params` are parameters or groups of them; `momentum` is Muon's, `betas`, `eps` and `fused` are AdamW's.
+    `params` are parameters or groups of them; `momentum` is Muon's, `betas`, `eps` and `fused` are AdamW's. `tables`
+    are those with a row for each token, few of which have a gradient in a step: Muon's would spread over all.
     """
 
     def __init__(
@@ -27,11 +28,15 @@ class MuonWithAdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         fused: bool | None = None,
+        tables: Iterable[torch.Tensor] = (),
     ):
+        by_adamw = {id(table) for table in tables}
         given = list(params)
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-        matrices = [{**g, "params": [p for p in g["params"] if p.dim() == 2]} for g in groups]
-        others = [{**g, "params": [p for p in g["params"] if p.dim() != 2]} for g in groups]
+        matrices = [
+            {**g, "params": [p for p in g["params"] if p.dim() == 2 and id(p) not in by_adamw]} for g in groups
+        ]
+        others = [{**g, "params": [p for p in g["params"] if p.dim() != 2 or id(p) in by_adamw]} for g in groups]
         matrices, others = ([g for g in part if g["params"]] for part in (matrices, others))
         self.parts: list[Optimizer] = []
         if matrices:
@@ -80,7 +85,11 @@ class MuonWithAdamW(Optimizer):
         self._share_groups()
 
 
-def muon_with_adamw(args: DFlashTrainingArguments) -> tuple[type[Optimizer], dict[str, Any]]:
-    """What the Trainer's `optimizer_cls_and_kwargs` takes, from the training arguments."""
+def muon_with_adamw(
+    args: DFlashTrainingArguments, drafter: torch.nn.Module | None = None
+) -> tuple[type[Optimizer], dict[str, Any]]:
+    """What the Trainer's `optimizer_cls_and_kwargs` takes, from the training arguments and the drafter."""
+    named = () if drafter is None else drafter.named_parameters()
+    tables = [parameter for name, parameter in named if name.endswith("_codebook")]
     settings = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    return MuonWithAdamW, {**settings, "fused": args.device.type == "cuda" and "fused" in args.optim}
+    return MuonWithAdamW, {**settings, "fused": args.device.type == "cuda" and "fused" in args.optim, "tables": tables}

@@ -28,7 +28,6 @@ from transformers.utils import logging
 from .configuration_dflash import DFlashDraftConfig
 from .data_collator import check_documents, check_token_ids
 from .frozen_target import FrozenTarget, check_fits
-from .losses import compares_distributions
 from .modeling_dflash import DFlashDraftModel
 from .operations import count_operations, drafter_weights, passed_weights, product_rate
 from .packing import Documents, PackedDataset
@@ -245,7 +244,7 @@ def _needs(
     with torch.device("meta"):
         drafter = DFlashDraftModel(config)
         target: Any = AutoModelForCausalLM.from_config(target_config)
-    compares, layers = compares_distributions(args.objective), target.get_decoder().layers
+    compares, layers = args.compares, target.get_decoder().layers
     assert config.target_layer_ids is not None  # every configuration has taps
     # The others are cut off, unless the objective needs the target's distribution.
     read = layers if compares else layers[: config.target_layer_ids[-1] + 1]

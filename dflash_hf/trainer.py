@@ -46,7 +46,7 @@ from .frozen_target import (
     read_target_config,
     varied_lengths,
 )
-from .losses import BlockSums, Objective, add_context_noise, compares_distributions, drafter_loss
+from .losses import BlockSums, Objective, add_context_noise, drafter_loss
 from .model_card import CardOptions, TrainingFacts, read_facts
 from .modeling_dflash import DFlashDraftModel
 from .operations import batch_operations, drafter_weights
@@ -66,8 +66,9 @@ from .resuming import (
     run_record,
     write_record,
 )
+from .selector_losses import selector_terms
 from .tokenizing import load_documents, tokenize_completions
-from .training_args import OBJECTIVE_ARGUMENTS, DFlashTrainingArguments, check_trainer_options
+from .training_args import OBJECTIVE_ARGUMENTS, SELECTOR_ARGUMENTS, DFlashTrainingArguments, check_trainer_options
 
 
 logger = logging.get_logger(__name__)
@@ -286,7 +287,10 @@ def tokenizer_of(target_model: Any, init_kwargs: dict[str, Any]) -> PreTrainedTo
 
 
 def new_drafter_config(
-    target_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None = None, **fields: Any
+    target_config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    kind: type[DFlashDraftConfig] = DFlashDraftConfig,
+    **fields: Any,
 ) -> DFlashDraftConfig:
     """A drafter's configuration as it follows from a target's; of `fields`, the mask token may be left out."""
     text_config = target_config.get_text_config(decoder=True)
@@ -296,7 +300,7 @@ def new_drafter_config(
     if not fields.keys() & {"num_taps", "target_layer_ids"}:
         # As many as the drafter has layers, where the target is deep enough for them.
         fields["num_taps"] = max(1, min(fields.get("num_hidden_layers", 5), text_config.num_hidden_layers - 3))
-    return DFlashDraftConfig.from_target_config(target_config, **fields)
+    return kind.from_target_config(target_config, **fields)
 
 
 class DFlashTrainer(Trainer):
@@ -370,7 +374,7 @@ class DFlashTrainer(Trainer):
             rows = train_dataset or (None if is_several else sets["eval"])
             data_collator = make_collator(rows, args, self._drafter_config.block_size)
         if args.muon:
-            kwargs.setdefault("optimizer_cls_and_kwargs", muon_with_adamw(args))
+            kwargs.setdefault("optimizer_cls_and_kwargs", muon_with_adamw(args, drafter))
         super().__init__(
             model=drafter,
             args=args,
@@ -402,6 +406,9 @@ class DFlashTrainer(Trainer):
         check_push(args)
         settle_objective(args, config.name_or_path)
         self.objective = args.make_objective(config.block_size)
+        unread = [name for name in SELECTOR_ARGUMENTS if vars(args)[name] != vars(DFlashTrainingArguments)[name]]
+        if unread and getattr(drafter, "candidate_selector", None) is None:
+            raise ValueError(f"{', '.join(unread)} are for a DFlash 2 drafter (dflash2=True): leave them out.")
         check_part(drafter, peft_config, args.trainable_modules)
         self.target = self._frozen_target(target_model, init_kwargs)
         check_continuing(config, self.target, self._tokenizer)
@@ -415,7 +422,9 @@ class DFlashTrainer(Trainer):
         """A drafter of the shape that follows from the target, its weights drawn on its device from the seed."""
         is_name = isinstance(target_model, str | Path)
         target_config = read_target_config(str(target_model)) if is_name else target_model.config  # type: ignore[union-attr]
-        taps = {"target_layer_ids": target_model.target_layer_ids} if isinstance(target_model, FrozenTarget) else {}
+        taps: dict[str, Any] = (
+            {"target_layer_ids": target_model.target_layer_ids} if isinstance(target_model, FrozenTarget) else {}
+        )
         config = new_drafter_config(target_config, self._tokenizer, **taps)
         set_seed(self.args.seed)
         with self.args.device:
@@ -423,7 +432,7 @@ class DFlashTrainer(Trainer):
 
     def _frozen_target(self, target_model: "str | Path | PreTrainedModel | FrozenTarget", given: Any) -> FrozenTarget:
         """The target that the trainer was given, loaded with the given arguments and placed."""
-        args, final_states = self.args, compares_distributions(self.args.objective)
+        args, final_states = self.args, self.args.compares
         if isinstance(target_model, FrozenTarget):
             if final_states and not target_model.final_states:
                 raise ValueError(f"objective={args.objective!r} needs FrozenTarget(..., final_states=True).")
@@ -612,8 +621,10 @@ class DFlashTrainer(Trainer):
             noise = (inputs["document_lengths"], inputs["noise_seeds"], args.context_noise, dtype)
             context_hidden_states = add_context_noise(context_hidden_states, *noise)
         context_hidden_states = context_hidden_states.to(dtype)
+        settings = args.selector_settings(config.block_size, self.state.global_step if model.training else None)
+        selection = selector_terms(self.accelerator.unwrap_model(model), inputs, **settings)
         given = (inputs, context_hidden_states, self.head, self.objective, args.loss_chunk_blocks, final_hidden_states)
-        loss, sums, outputs = drafter_loss(model, config, *given)
+        loss, sums, outputs = drafter_loss(model, config, *given, selection)
         (self._trained.step if model.training else self._evaluated.blocks).add(sums)
         if num_items_in_batch is None:
             loss = loss / self._normalizer(inputs).clamp(min=1e-12)
@@ -635,6 +646,11 @@ class DFlashTrainer(Trainer):
         loss = super().training_step(model, inputs, num_items_in_batch)
         return torch.where(torch.isfinite(loss), loss, torch.zeros_like(loss))
 
+    def get_decay_parameter_names(self, model):
+        """The parent's, without the codebooks of a DFlash 2 drafter, of which decay would wipe rare tokens out."""
+        names = super().get_decay_parameter_names(model)
+        return [name for name in names if not name.endswith(("_codebook", "base_kernel"))]
+
     def _get_grad_norm(self, model, grad_norm=None):
         # Trainer has the norm of the summed gradients here, in every step and before the optimizer's; no hook is
         # given it, and without it no step that is not finite would be left out.
@@ -652,7 +668,7 @@ class DFlashTrainer(Trainer):
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Floating-point operations of the drafter on a batch, forward and backward, as the plan counts them."""
         head_weights = self.head.vocab_size * self._drafter_config.hidden_size
-        compares = compares_distributions(self.args.objective)
+        compares = self.args.compares
         return int(batch_operations(self._weights, head_weights, inputs, compares).drafter)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -26,23 +26,32 @@ from .topology import FEATURE_COPIES, LAYOUTS, check_world_size
 
 # What may differ on resuming once `allow_resume_changes` names it.
 CHANGES = ("target", "tokenizer", "data", "rows")
+SELECTOR_ARGUMENTS = (
+    *("selector_alpha", "selector_objective", "selector_inject", "selector_cut_off", "selector_warmup_steps"),
+)
 # Arguments that decide what is learned from them: changing one on the way is a choice, of which a resume tells.
 LEARNING_ARGUMENTS = (
     *("num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
     *("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
     *("muon", "num_anchors", "max_anchors_per_row", "context_noise", "objective", "loss_gamma", "dpace_alpha"),
-    *("slot_weights", "loss_temperature", "cross_entropy_share"),
+    *("slot_weights", "loss_temperature", "cross_entropy_share", *SELECTOR_ARGUMENTS),
     *("bf16", "fp16", "tf32", "ignore_data_skip", "target_model_init_kwargs"),
 )
 # What names an objective, itself first, and its settings.
 OBJECTIVE_ARGUMENTS = (
     *("objective", "loss_gamma", "dpace_alpha", "slot_weights", "loss_temperature", "cross_entropy_share"),
+    *SELECTOR_ARGUMENTS[:-1],
 )
 FINITE = sys.float_info.max
 ABOVE_0 = sys.float_info.min
 # (names, smallest value, largest value, both in words); nan is outside of all.
 RANGES: tuple[tuple[tuple[str, ...], float, float, str], ...] = (
-    (("learning_rate", "weight_decay", "warmup_steps", "context_noise"), 0, FINITE, "0 or more, and finite"),
+    (
+        ("learning_rate", "weight_decay", "warmup_steps", "context_noise", "selector_alpha"),
+        0,
+        FINITE,
+        "0 or more, and finite",
+    ),
     (("max_grad_norm",), 0, math.inf, "0 (no clipping) or more"),
     (("adam_beta1", "adam_beta2"), 0, math.nextafter(1, 0), "in [0, 1)"),
     (("adam_epsilon", "loss_gamma"), ABOVE_0, FINITE, "more than 0, and finite"),
@@ -57,12 +66,18 @@ RANGES: tuple[tuple[tuple[str, ...], float, float, str], ...] = (
         *(1, FINITE, "at least 1"),
     ),
     (("seed", "data_seed"), 0, 2**32 - 1, "in 0 to 4294967295"),
-    (("dataloader_num_workers", "prefetch_depth", "measure_alone_steps"), 0, FINITE, "0 or more"),
+    (
+        ("dataloader_num_workers", "prefetch_depth", "measure_alone_steps", "selector_warmup_steps"),
+        0,
+        FINITE,
+        "0 or more",
+    ),
     (("logging_steps", "save_steps", "eval_steps"), 0, FINITE, "a number of steps, or below 1 a share of all steps"),
 )
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "objective": OBJECTIVES,
     "slot_weights": (None, *SLOT_WEIGHTS),
+    "selector_objective": (None, *OBJECTIVES),
     "target_layout": LAYOUTS,
     "feature_copies": FEATURE_COPIES,
     "drafter_attn_implementation": (None, "flex_attention", "sdpa", "eager"),
@@ -190,6 +205,13 @@ class DFlashTrainingArguments(TrainingArguments):
         slot_weights: Weights of the slots where distributions are compared: `"dpace"` (the default) or `"decay"`.
         loss_temperature: Temperature of the target's distribution that the drafter is compared with.
         cross_entropy_share: Share of the cross-entropy in an objective that compares distributions.
+        selector_alpha: What the loss of a DFlash 2 drafter's selector is multiplied by.
+        selector_objective: Of the selector's own distribution over its candidates; by default cross-entropy with the
+            weights of the objective.
+        selector_inject: Put a true token that is no candidate in the place of the last one; by default the selector
+            has no loss there.
+        selector_cut_off: Keep the selector's gradients from the drafter's body.
+        selector_warmup_steps: Steps in which `selector_alpha` rises from 0.
         muon: Train the matrices with Muon and the norms with AdamW; both take `learning_rate`, as Muon's steps are
             scaled to the size of AdamW's.
         loss_chunk_blocks: Blocks per chunk of the loss; by default as many as keep 2**27 logits.
@@ -239,6 +261,11 @@ class DFlashTrainingArguments(TrainingArguments):
     slot_weights: str | None = None
     loss_temperature: float = 1.0
     cross_entropy_share: float = 0.0
+    selector_alpha: float = 1.0
+    selector_objective: str | None = None
+    selector_inject: bool = False
+    selector_cut_off: bool = False
+    selector_warmup_steps: int = 0
     muon: bool = False
     loss_chunk_blocks: int | None = None
     target_device: str | None = None
@@ -332,7 +359,7 @@ class DFlashTrainingArguments(TrainingArguments):
     def _check_weights(self) -> None:
         """Settings that the objective does not read, so that another one than the one asked for would be trained."""
         unused = {"dpace_alpha"} if self.slot_weights == "decay" else {"loss_gamma"}
-        if not compares_distributions(self.objective):
+        if not self.compares:
             unused = {"slot_weights", "loss_temperature", "cross_entropy_share"}
             unused.add("dpace_alpha" if self.objective == "cross_entropy" else "loss_gamma")
         elif self.objective == "expected_acceptance" and self.cross_entropy_share == 0:
@@ -362,6 +389,23 @@ class DFlashTrainingArguments(TrainingArguments):
         """The objective for blocks of a drafter's size."""
         weights = (self.loss_gamma, self.dpace_alpha, self.slot_weights)
         return make_objective(self.objective, block_size, *weights, self.loss_temperature, self.cross_entropy_share)
+
+    @property
+    def compares(self) -> bool:
+        """Whether an objective compares with the target's distribution, for which all of the target's layers run."""
+        return any(compares_distributions(name) for name in (self.objective, self.selector_objective) if name)
+
+    def selector_settings(self, block_size: int, step: int | None) -> dict[str, Any]:
+        """What [`selector_losses.SelectorTerms`] takes in a step, or, with None, in an evaluation."""
+        risen = 1.0 if step is None else min(1.0, (step + 1) / (self.selector_warmup_steps + 1))
+        own = self.selector_objective not in (None, "cross_entropy")
+        weights = (self.loss_gamma, self.dpace_alpha, self.slot_weights, self.loss_temperature)
+        return {
+            "alpha": self.selector_alpha * risen,
+            "inject": self.selector_inject,
+            "cut_off": self.selector_cut_off,
+            "objective": make_objective(str(self.selector_objective), block_size, *weights) if own else None,
+        }
 
     def __getstate__(self) -> dict[str, Any]:
         # Every checkpoint holds a pickle of the arguments, which must not hold a token.

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DFlash 2 from training to decoding: what is learned, measured and decoded is one and the same drafter."""
+
+import json
+
+import pytest
+import torch
+from runs import make_documents, make_trainer
+from tiny import dense_target, refused, tiny_drafter
+from torch.optim import AdamW
+
+from dflash_hf import DFlash2DraftModel, DFlashDraftModel
+from dflash_hf.command_train import main
+
+
+SMALL = {"conv_group_size": 8, "selector_rank": 8, "selector_top_k": 64}
+
+
+def grown(target=None) -> DFlash2DraftModel:
+    """A tiny drafter that was made one of DFlash 2."""
+    return DFlash2DraftModel.from_dflash(tiny_drafter(dense_target() if target is None else target), **SMALL)
+
+
+@pytest.mark.parametrize("muon", [False, True], ids=["adamw", "muon"])
+def test_training_begins_where_dflash_stands_and_the_selector_learns(tmp_path, muon):
+    settings = {"muon": muon, "max_steps": 12, "save_steps": 12, "context_noise": 0.0, "weight_decay": 0.1}
+    settings |= {"learning_rate": 1e-2, "lr_scheduler_type": "constant"}
+    plain = make_trainer(tmp_path / "plain", drafter=tiny_drafter(dense_target()), **settings)
+    trainer = make_trainer(tmp_path / "grown", drafter=grown(), eval_dataset=make_documents(4), **settings)
+    start, before = trainer.evaluate(), plain.evaluate(make_documents(4))
+    details = trainer.state.log_history[-1]["details"]
+    assert start["eval_acceptance_length"] == before["eval_acceptance_length"]
+    assert details["eval_acceptance_length_argmax"] <= details["eval_acceptance_length_oracle"]
+    assert start["eval_loss"] == pytest.approx(before["eval_loss"] + details["eval_selector_loss"], rel=1e-5)
+    trainer.train()
+    first, *_, last = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert last["details"]["selector_loss"] < 0.8 * first["details"]["selector_loss"]
+    selector = trainer.model.candidate_selector
+    groups = {id(p): group for group in trainer.optimizer.param_groups for p in group["params"]}
+    tables = (selector.predecessor_codebook, selector.successor_codebook, trainer.model.layers[0].mlp_conv.base_kernel)
+    assert all(groups[id(table)]["weight_decay"] == 0 for table in tables)
+    if muon:
+        by_adamw = {
+            id(p)
+            for part in trainer.optimizer.optimizer.parts
+            if isinstance(part, AdamW)
+            for g in part.param_groups
+            for p in g["params"]
+        }
+        assert {id(table) for table in tables} <= by_adamw and id(selector.hidden_projection.weight) not in by_adamw
+    saved = DFlashDraftModel.from_pretrained(tmp_path / "grown" / "checkpoint-12")
+    assert torch.equal(saved.candidate_selector.successor_codebook, selector.successor_codebook)
+
+
+def gradients(tmp_path, **overrides):
+    trainer = make_trainer(tmp_path, drafter=grown(), max_steps=1, save_strategy="no", max_grad_norm=0, **overrides)
+    kept = {}
+
+    def keep(model, grad_norm=None):
+        kept.update({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+        return torch.zeros(())
+
+    trainer._get_grad_norm = keep
+    trainer.train()
+    return kept
+
+
+def test_split_differently_the_step_has_the_same_gradients(tmp_path):
+    at_once = gradients(tmp_path / "a", per_device_train_batch_size=4)
+    in_parts = gradients(tmp_path / "b", gradient_accumulation_steps=4)
+    assert at_once["candidate_selector.successor_codebook"].abs().max() > 0
+    for name, gradient in at_once.items():
+        torch.testing.assert_close(in_parts[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_the_selector_alone_is_trained_cut_off_and_warmed_up(tmp_path):
+    settings = {"trainable_modules": ["candidate_selector"], "selector_warmup_steps": 3, "selector_inject": True}
+    trainer = make_trainer(
+        tmp_path, drafter=grown(), max_steps=4, save_steps=4, selector_objective="dpace", **settings
+    )
+    frozen = trainer.model.fc.weight.clone()
+    trainer.train()
+    assert torch.equal(frozen, trainer.model.fc.weight)
+    assert trainer.model.candidate_selector.successor_codebook.abs().max() > 0
+    assert [trainer.args.selector_settings(4, step)["alpha"] for step in (0, 3, 9, None)] == [0.25, 1, 1, 1]
+    with refused(ValueError, "selector_cut_off"):
+        make_trainer(tmp_path / "other", selector_cut_off=True)
+
+
+def test_the_command_grows_a_drafter_and_makes_a_new_one(tmp_path):
+    target = dense_target()
+    target.config.save_pretrained(tmp_path / "target")
+    tiny_drafter(target).save_pretrained(tmp_path / "drafter")
+    words = [
+        "--random_target_config",
+        str(tmp_path / "target" / "config.json"),
+        "--target",
+        "none",
+        "--dflash2",
+        "true",
+    ]
+    words += ["--num_synthetic_documents", "4", "--synthetic_length", "32", "--row_length", "64", "--use_cpu", "true"]
+    words += ["--selector_rank", "8", "--conv_group_size", "8", "--report_to", "none", "--save_strategy", "steps"]
+    words += ["--max_steps", "1", "--save_steps", "1", "--target_model_init_kwargs", '{"dtype": "float32"}']
+    for name, own in {
+        "grown": ["--drafter", str(tmp_path / "drafter")],
+        "new": ["--num_layers", "1", "--mask_token_id", "260"],
+    }.items():
+        main([*words, *own, "--output_dir", str(tmp_path / name)])
+        config = json.loads((tmp_path / name / "checkpoint-1" / "config.json").read_text())
+        assert config["architectures"] == ["DFlash2DraftModel"] and config["dflash_config"]["selector_rank"] == 8
+    with refused(SystemExit):
+        main([*words, "--dflash2", "false"])
