@@ -109,7 +109,7 @@ def _try_out(drafter: DFlashDraftModel, config: Any) -> None:
     config.init_lora_weights = True
     try:
         with torch.device("meta"):
-            adapter = PeftModel(DFlashDraftModel(copy.deepcopy(drafter.config)), config)
+            adapter = PeftModel(type(drafter)(copy.deepcopy(drafter.config)), config)
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"The adapter of rank {config.r} (lora_rank) for {config.target_modules} (lora_modules) does not fit the "

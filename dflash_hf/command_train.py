@@ -333,7 +333,7 @@ class Run:
         """A trained drafter with its changes, or one with random weights, drawn on its device."""
         if self.recipe.drafter is None:
             with self.args.device:
-                return (DFlash2DraftModel if self.recipe.dflash2 else DFlashDraftModel)(self.drafter_config)
+                return DFlashDraftModel.class_of(self.drafter_config)(self.drafter_config)
         changes = {name: vars(self.recipe)[name] for name in CHANGEABLE}
         drafter = adapt(DFlashDraftModel.from_pretrained(self.recipe.drafter), **changes)
         return (

@@ -17,7 +17,17 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from .checkpoint_files import fetch_checkpoint, read_tensor_headers
-from .checkpoint_format import EAGLE_TAPS, OTHER_LAYOUTS, PARTIAL_ROTATION, PARTLY_READ, SIZES, refuse, rule_problems
+from .checkpoint_format import (
+    DFLASH2,
+    EAGLE_TAPS,
+    GEOMETRY,
+    OTHER_LAYOUTS,
+    PARTIAL_ROTATION,
+    PARTLY_READ,
+    SIZES,
+    refuse,
+    rule_problems,
+)
 from .configuration_dflash import DFlashDraftConfig
 from .modeling_dflash import DFlashDraftModel
 
@@ -86,8 +96,8 @@ def convert_speculators(
 def _problems(raw: dict[str, Any], names: list[str]) -> Iterator[object]:
     """What the published layout has no place for."""
     kind, layer = raw.get("speculators_model_type"), raw.get("transformer_layer_config")
-    if kind != "dflash":
-        yield f"speculators_model_type is {kind!r}: expected 'dflash', the only kind that is converted."
+    if kind not in ("dflash", "dflash2"):
+        yield f"speculators_model_type is {kind!r}: expected 'dflash' or 'dflash2', which are converted."
     elif not isinstance(layer, dict):
         yield f"transformer_layer_config is {layer!r}: expected the fields of the drafter's layers. Copy it again."
     else:
@@ -97,7 +107,8 @@ def _problems(raw: dict[str, Any], names: list[str]) -> Iterator[object]:
         elif len(set(ids)) < len(ids):
             yield f"aux_hidden_state_layer_ids={ids} names a layer twice: readers expect each once."
         # Its own fields announce a layout of its own, which is the one that is converted.
-        fields = {name: value for name, value in raw.items() if OTHER_LAYOUTS.get(name) != "speculators"}
+        own = ("speculators", *["DFlash 2"] * (kind == "dflash2"))
+        fields = {name: value for name, value in raw.items() if OTHER_LAYOUTS.get(name) not in own}
         yield from rule_problems("layout", {**fields, "vocab_size": layer.get("vocab_size")})
         width, hidden_size = raw.get("target_hidden_size"), layer.get("hidden_size")
         if width not in (None, hidden_size):
@@ -137,9 +148,12 @@ def _config_dict(raw: dict[str, Any], num_target_layers: int) -> dict[str, Any]:
         config["layer_types"] = ["full_attention"] * layer["num_hidden_layers"]
     slides = "sliding_attention" in config["layer_types"]
     # Full-attention layers are bidirectional there too; sliding ones are causal unless this says otherwise.
-    is_causal = False if slides and raw.get("sliding_window_non_causal") else None
+    is_dflash2 = raw["speculators_model_type"] == "dflash2"
+    is_causal = False if slides and raw.get("sliding_window_non_causal", is_dflash2) else None
+    if is_dflash2:
+        config["dflash_config"] = {name: raw.get(name) for name in GEOMETRY}
     return config | {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [DFLASH2 if is_dflash2 else "DFlashDraftModel"],
         "block_size": raw.get("block_size"),
         "dtype": raw.get("dtype"),
         "is_causal": is_causal,

@@ -203,6 +203,11 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @classmethod
+    def class_of(cls, config: PreTrainedConfig) -> "type[DFlashDraftModel]":
+        """The class of a configuration's drafter: that of DFlash 2 where it is imported, and the configuration its."""
+        return next((kind for kind in cls.__subclasses__() if type(config) is kind.config_class), cls)
+
     @staticmethod
     def make_layer(config: Any, layer_idx: int) -> nn.Module:
         return DFlashDecoderLayer(config, layer_idx)
@@ -289,9 +294,7 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
                 # The weights of the commit that was checked, whatever is pushed meanwhile.
                 kwargs["revision"] = config._commit_hash
         dtype = stored if dtype in (None, "auto") else dtype
-        # That of DFlash 2, where it is imported and the checkpoint is its.
-        kind = next((kind for kind in cls.__subclasses__() if type(config) is kind.config_class), cls)
-        loaded: Any = super(DFlashDraftModel, kind).from_pretrained(
+        loaded: Any = super(DFlashDraftModel, cls.class_of(config)).from_pretrained(
             path, *model_args, config=config, dtype=dtype, output_loading_info=True, **kwargs
         )
         model, info = loaded

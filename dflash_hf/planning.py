@@ -242,7 +242,7 @@ def _needs(
     anchors, padded = row_anchors(rows, args)
     blocks = anchors if placement.drafter.type == "cpu" else padded
     with torch.device("meta"):
-        drafter = DFlashDraftModel(config)
+        drafter = DFlashDraftModel.class_of(config)(config)
         target: Any = AutoModelForCausalLM.from_config(target_config)
     compares, layers = args.compares, target.get_decoder().layers
     assert config.target_layer_ids is not None  # every configuration has taps

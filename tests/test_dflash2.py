@@ -5,11 +5,16 @@ import json
 
 import pytest
 import torch
+from published import FULL, SLIDING
 from runs import make_documents, make_trainer
+from test_convert_speculators import speculators_config, write_speculators
+from test_modeling_dflash2 import random_dflash2
 from tiny import dense_target, refused, tiny_drafter
 from torch.optim import AdamW
 
-from dflash_hf import DFlash2DraftModel, DFlashDraftModel
+from dflash_hf import DFlash2DraftModel, DFlashDraftModel, adapt, convert_speculators, validate_checkpoint
+from dflash_hf.adapters import lora_config, merge_adapter
+from dflash_hf.checkpoint_format import GEOMETRY
 from dflash_hf.command_train import main
 
 
@@ -111,3 +116,34 @@ def test_the_command_grows_a_drafter_and_makes_a_new_one(tmp_path):
         assert config["architectures"] == ["DFlash2DraftModel"] and config["dflash_config"]["selector_rank"] == 8
     with refused(SystemExit):
         main([*words, "--dflash2", "false"])
+
+
+def test_a_drafter_of_speculators_is_converted(tmp_path):
+    drafter = random_dflash2(layer_types=[SLIDING, FULL], window=6, is_causal=False)
+    own = {name: drafter.config.dflash_config[name] for name in GEOMETRY}
+    # Its sliding layers are not causal by default.
+    changes = {"speculators_model_type": "dflash2", **own}
+    config = speculators_config(drafter, None, **changes)
+    config.pop("sliding_window_non_causal")
+    source = write_speculators(tmp_path / "source", config, drafter.state_dict())
+    convert_speculators(source, tmp_path / "converted", num_target_layers=6)
+    converted = DFlashDraftModel.from_pretrained(tmp_path / "converted")
+    noise, context = torch.randn(1, 4, 32), torch.randn(1, 15, 64)
+    assert torch.equal(converted(noise, context).last_hidden_state, drafter(noise, context).last_hidden_state)
+    assert converted.config.dflash_config == drafter.config.dflash_config
+    assert validate_checkpoint(tmp_path / "converted").ok
+
+
+def test_a_drafter_that_continues_is_changed_and_adapted_as_one_of_dflash(tmp_path):
+    drafter = random_dflash2(layer_types=[SLIDING, FULL], window=8)
+    changed = adapt(drafter, block_size=6, target_layer_ids=[1, 2, 3])
+    assert type(changed) is DFlash2DraftModel and changed.config.block_size == 6
+    assert torch.equal(changed.candidate_selector.successor_codebook, drafter.candidate_selector.successor_codebook)
+    with refused(ValueError, "conv_kernel_size"):
+        adapt(random_dflash2(own={"conv_kernel_size": 3}, layer_types=[FULL]), block_size=2)
+    grown().save_pretrained(tmp_path / "base")
+    base, settings = DFlashDraftModel.from_pretrained(tmp_path / "base"), {"max_steps": 2, "save_steps": 2}
+    make_trainer(tmp_path / "run", drafter=base, peft_config=lora_config(rank=2), **settings).train()
+    merged = merge_adapter(tmp_path / "run" / "checkpoint-2")
+    merged.save_pretrained(tmp_path / "merged")
+    assert type(merged) is DFlash2DraftModel and validate_checkpoint(tmp_path / "merged").ok
