@@ -4,7 +4,6 @@
 import copy
 import json
 import logging
-import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +30,7 @@ from transformers import (
 from transformers.utils.hub import resolve_revision
 
 from .configuration_dflash import DFlashDraftConfig
+from .configuration_dflash2 import DFlash2DraftConfig, logit_scale_and_cap, target_scales
 from .packed_targets import (
     LINEAR_ATTENTION_FLOOR,
     MAX_FORWARD_TOKENS,
@@ -64,9 +64,12 @@ def check_fits(drafter_config: DFlashDraftConfig, target_config: PreTrainedConfi
         "num_target_layers": text_config.num_hidden_layers,
         "vocab_size": embedding_rows,  # engines size the shared head by it
     }
+    if isinstance(drafter_config, DFlash2DraftConfig):
+        # A selector's scores are added to logits that are scaled and capped by these fields.
+        expected |= target_scales(target_config)
     for name, value in expected.items():
         given = getattr(drafter_config, name)
-        if given != value:
+        if given != value and {given, value} not in ({None, 1}, {None, 0}):
             raise ValueError(
                 f"The drafter's {name} is {given}, the target's is {value}. Load the drafter's own target, or make a "
                 "drafter by DFlashDraftConfig.from_target_config."
@@ -246,12 +249,7 @@ def head_place(embedding_weight: torch.Tensor, head: nn.Module) -> tuple[torch.d
 
 def logit_transform(config: PreTrainedConfig) -> Callable[[torch.Tensor], torch.Tensor]:
     """What a target does with its logits after the head, by the fields of its configuration that say so."""
-    fields = config.to_dict()
-    factors = [fields.get(name) or 1.0 for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")]
-    # Two families give one field opposite meanings.
-    scaling = fields.get("logits_scaling") or 1.0
-    factors.append(scaling if config.model_type.startswith("hyperclovax") else 1 / scaling)
-    scale, cap = math.prod(factors), fields.get("final_logit_softcapping")
+    scale, cap = logit_scale_and_cap(config)
 
     def transform(logits: torch.Tensor) -> torch.Tensor:
         logits = logits if scale == 1.0 else logits * scale

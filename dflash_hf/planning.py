@@ -26,6 +26,7 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
 from .configuration_dflash import DFlashDraftConfig
+from .configuration_dflash2 import DFlash2DraftConfig
 from .data_collator import check_documents, check_token_ids
 from .frozen_target import FrozenTarget, check_fits
 from .modeling_dflash import DFlashDraftModel
@@ -289,9 +290,14 @@ def _activation_bytes(config: Any, args: DFlashTrainingArguments, slots: float, 
     per_slot = 20 * config.hidden_size + 5 * config.intermediate_size
     per_slot += 6 * config.num_attention_heads * config.head_dim
     layers = 1 if args.activation_checkpointing else config.num_hidden_layers
+    kept = CHUNK_BYTES
+    if isinstance(config, DFlash2DraftConfig):
+        # What convolutions read on both sides of the sublayers; the codebooks' gradients of a chunk and of all.
+        per_slot += 12 * config.hidden_size if config.conv_kernel_size else 0
+        kept += 2 * 2 * 4 * config.vocab_size * config.selector_rank
     # The context in fp32 with its noise, and each batch that waits in bf16.
     feature_bytes = features * (2 * 4 + 2 * (args.prefetch_depth + 1))
-    return args.per_device_train_batch_size * (layers * per_slot * slots + feature_bytes) + CHUNK_BYTES
+    return args.per_device_train_batch_size * (layers * per_slot * slots + feature_bytes) + kept
 
 
 def _target_bytes(

@@ -489,6 +489,10 @@ def serving_commands(checkpoint: Checkpoint) -> dict[str, str]:
     gap = " " if len(given) < _WIDTH - 30 else " \\\n        "
     draft_revision = f" \\\n    --speculative-draft-model-revision {shlex.quote(revision)}" if revision else ""
     hybrid = "for targets that generate() accepts: no hybrid ones"
+    way = 'assistant_model=drafter, speculation_type="dflash"'
+    if checkpoint.is_dflash2:
+        # transformers knows no selector.
+        way = "custom_generate=generation.speculative_decoding, drafter=drafter"
     return {
         "vLLM": f"vllm serve {shlex.quote(target)} \\\n    --speculative-config{gap}{given}",
         "SGLang": (
@@ -500,18 +504,19 @@ def serving_commands(checkpoint: Checkpoint) -> dict[str, str]:
         "z-lab": _snippet(checkpoint, target, "dflash", "dense targets only")
         + "output_ids = drafter.spec_generate(\n"
         + "    target, input_ids, max_new_tokens=256, stop_token_ids=[tokenizer.eos_token_id]\n)",
-        "transformers": _snippet(checkpoint, target, "dflash_hf", hybrid)
-        + "output_ids = target.generate(\n"
-        + '    input_ids, assistant_model=drafter, speculation_type="dflash", max_new_tokens=256\n)',
+        "transformers": _snippet(checkpoint, target, "dflash_hf", "" if checkpoint.is_dflash2 else hybrid)
+        + f"output_ids = target.generate(\n    input_ids, {way}, max_new_tokens=256\n)",
     }
 
 
 def _snippet(checkpoint: Checkpoint, target: str, package: str, note: str) -> str:
     revision = f", revision={checkpoint.revision!r}" if checkpoint.revision else ""
+    name = "DFlash2DraftModel" if checkpoint.is_dflash2 else "DFlashDraftModel"
+    more = ", generation" if checkpoint.is_dflash2 and package == "dflash_hf" else ""
     return (
-        f"from {package} import DFlashDraftModel  # {note}\n"
+        f"from {package} import {name}{more}{f'  # {note}' if note else ''}\n"
         f"target = AutoModelForCausalLM.from_pretrained({target!r}, dtype=torch.bfloat16)\n"
-        f"drafter = DFlashDraftModel.from_pretrained({checkpoint.name!r}{revision}, dtype=torch.bfloat16)\n"
+        f"drafter = {name}.from_pretrained({checkpoint.name!r}{revision}, dtype=torch.bfloat16)\n"
     )
 
 

@@ -12,10 +12,18 @@ from test_modeling_dflash2 import random_dflash2
 from tiny import dense_target, refused, tiny_drafter
 from torch.optim import AdamW
 
-from dflash_hf import DFlash2DraftModel, DFlashDraftModel, adapt, convert_speculators, validate_checkpoint
+from dflash_hf import (
+    DFlash2DraftConfig,
+    DFlash2DraftModel,
+    DFlashDraftModel,
+    adapt,
+    convert_speculators,
+    validate_checkpoint,
+)
 from dflash_hf.adapters import lora_config, merge_adapter
 from dflash_hf.checkpoint_format import GEOMETRY
 from dflash_hf.command_train import main
+from dflash_hf.generation import check_drafter
 
 
 SMALL = {"conv_group_size": 8, "selector_rank": 8, "selector_top_k": 64}
@@ -53,6 +61,12 @@ def test_training_begins_where_dflash_stands_and_the_selector_learns(tmp_path, m
             for p in g["params"]
         }
         assert {id(table) for table in tables} <= by_adamw and id(selector.hidden_projection.weight) not in by_adamw
+    trainer.save_model()
+    trainer.create_model_card()
+    card = (tmp_path / "grown" / "README.md").read_text()
+    assert "(https://arxiv.org/abs/2602.06036) 2 drafter" in card
+    command = validate_checkpoint(tmp_path / "grown").serving_commands()["transformers"]
+    assert "custom_generate=generation.speculative_decoding" in command and "DFlash2DraftModel, generation" in command
     saved = DFlashDraftModel.from_pretrained(tmp_path / "grown" / "checkpoint-12")
     assert torch.equal(saved.candidate_selector.successor_codebook, selector.successor_codebook)
 
@@ -147,3 +161,17 @@ def test_a_drafter_that_continues_is_changed_and_adapted_as_one_of_dflash(tmp_pa
     merged = merge_adapter(tmp_path / "run" / "checkpoint-2")
     merged.save_pretrained(tmp_path / "merged")
     assert type(merged) is DFlash2DraftModel and validate_checkpoint(tmp_path / "merged").ok
+
+
+def test_a_target_that_scales_its_logits_differently_is_refused():
+    drafter = grown()
+    drafter.config.final_logit_softcapping = 20.0
+    with refused(ValueError, "final_logit_softcapping", "20.0"):
+        check_drafter(dense_target(), drafter)
+    capped = dense_target()
+    capped.config.final_logit_softcapping = 20.0
+    check_drafter(capped, drafter)
+    assert tiny_drafter(capped).config.to_dict().get("final_logit_softcapping") is None
+    fields = {"num_hidden_layers": 2, "num_taps": 2, "mask_token_id": 260, "selector_rank": 4}
+    config = DFlash2DraftConfig.from_target_config(capped.config, **fields)
+    assert config.dflash_config["final_logit_softcapping"] == 20.0
