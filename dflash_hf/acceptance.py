@@ -39,6 +39,7 @@ from .generation import (
 )
 from .losses import CHUNK_LOGITS, draft_blocks
 from .modeling_dflash import DFlashDraftModel
+from .modeling_dflash2 import selector_of
 from .packing import Documents, PackedDataset, document_lengths
 from .prompts import EvaluationPrompt, prompt_token_ids
 from .serving import ServerReport, or_none
@@ -98,6 +99,7 @@ def walk_batch(
     batch: Mapping[str, Any],
     context_hidden_states: torch.Tensor,
     chunk_anchors: int | None = None,
+    by: str = "selector",
 ) -> list[WalkedAnswer]:
     """Walk all answers of a batch of packed rows; one [`WalkedAnswer`] per supervised stretch of two tokens or more.
 
@@ -109,6 +111,8 @@ def walk_batch(
         context_hidden_states (`torch.Tensor` of shape `[B, T, K * D]`): In the type that the drafter computes in.
         chunk_anchors: Blocks per row and forward. The default is as many as the batch has anchors for the loss, since
             the drafter may be compiled for that shape; on a CPU at least a quarter of the row's tokens.
+        by: What chooses a draft of a DFlash 2 drafter: as it is, its "selector"; its "logits" alone; or, as the best
+            that any selector could do, "candidates".
     """
     input_ids, (rows, length) = batch["input_ids"], batch["input_ids"].shape
     counted = (batch["labels"] != IGNORE_INDEX).flatten(1).any(dim=1).tolist()
@@ -132,7 +136,7 @@ def walk_batch(
         # Tokens behind the end of an answer are no matter: `follow` cuts there.
         positions = (part[..., None] + slots).clamp(max=length - 1)
         tokens = input_ids.gather(1, positions.flatten(1)).view(positions.shape)
-        right.scatter_(1, part, right_drafts(hidden, tokens, head.logits, head.vocab_size))
+        right.scatter_(1, part, right_drafts(hidden, tokens, head.logits, head.vocab_size, selector_of(drafter), by))
     # Read once for all chunks.
     num_right, owners = right.tolist(), batch["document_ids"].tolist()
     return [
@@ -156,21 +160,36 @@ def follow(right: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def right_drafts(
-    hidden_states: torch.Tensor, labels: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], vocab_size: int
+    hidden_states: torch.Tensor,
+    labels: torch.Tensor,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    vocab_size: int,
+    selector: Any = None,
+    by: str = "selector",
 ) -> torch.Tensor:
     """Drafts of each block before the first wrong one, `[B, A]`, from the drafter's output `[B, A * b, D]`.
 
-    `labels` `[B, A, b]` are the text's tokens at each slot, -100 for none; `head` makes logits of `vocab_size`.
+    `labels` `[B, A, b]` are the text's tokens at each slot, -100 for none; `head` makes logits of `vocab_size`. A
+    `selector` is given the true token before each slot, since nothing counts behind a wrong one; `by` is as for
+    [`walk_batch`].
     """
     rows, num_anchors, block_size = labels.shape
     slots = hidden_states.reshape(rows * num_anchors, block_size, -1)[:, 1:]
     expected = labels.reshape(rows * num_anchors, block_size)[:, 1:]
     step = max(1, CHUNK_LOGITS // (vocab_size * (block_size - 1)))
     right = []
+    before = labels.reshape(rows * num_anchors, block_size)[:, :-1]
     for i in range(0, len(slots), step):
-        largest, tokens = head(slots[i : i + step]).max(dim=-1)
+        part, logits = slice(i, i + step), head(slots[i : i + step])
+        if selector is not None and by == "candidates":
+            right.append((selector.candidates(logits) == expected[part, :, None]).any(dim=-1))
+            continue
+        if selector is not None and by == "selector":
+            largest, tokens = selector.choose(slots[part], logits, before[part].clamp(min=0))
+        else:
+            largest, tokens = logits.max(dim=-1)
         # Where logits are NaN, no token is meant.
-        right.append((tokens == expected[i : i + step]) & largest.isfinite())
+        right.append((tokens == expected[part]) & largest.isfinite())
     return torch.cat(right).long().cumprod(dim=1).sum(dim=1).view(rows, num_anchors)
 
 

@@ -102,6 +102,11 @@ class DFlashDraftConfig(Qwen3Config):
             "target_layer_ids": list(self.target_layer_ids or []),
         }
 
+    @staticmethod
+    def is_its(config_dict: dict[str, Any]) -> bool:
+        """Whether the content of a `config.json` asks for this class in place of its parent."""
+        return False
+
     def layer_is_causal(self, layer_idx: int) -> bool:
         """Whether slots of a block see only earlier slots of the block in this layer."""
         if self.is_causal is not None:
@@ -185,7 +190,7 @@ class DFlashDraftConfig(Qwen3Config):
         """
         # That of DFlash 2, where it is imported and the file is its.
         for kind in cls.__subclasses__():
-            if kind.is_its(config_dict):  # type: ignore[attr-defined]
+            if kind.is_its(config_dict):
                 return kind.from_dict(config_dict, **kwargs)
         names = {field.name for field in fields(cls)} - {"dtype"}
         values = {**normalize_config(config_dict), **{k: v for k, v in kwargs.items() if k in names}}

@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .acceptance import AcceptanceReport, new_figure, number, plot_label, short_names, table, walked_length
-from .generation import DecodingState, evaluation_mode, target_forward
+from .generation import DecodingState, Sampling, evaluation_mode, target_forward
 from .modeling_dflash import DFlashDraftModel
 
 
@@ -156,7 +156,7 @@ def _time_round(state: DecodingState, anchors: torch.Tensor, num_drafts: int, co
     """Seconds of the target's part of a round and of the draft."""
     times = [_now(anchors.device)]
     if num_drafts:
-        drafts = state.draft(anchors).argmax(dim=-1).to(anchors.device)
+        drafts, *_ = state.propose(anchors, Sampling())
         times.append(_now(anchors.device))
         state.verify(anchors, drafts)
         state.commit([committed] * len(anchors))

@@ -48,6 +48,7 @@ from .frozen_target import (
     varied_lengths,
 )
 from .modeling_dflash import DFlashDraftModel
+from .modeling_dflash2 import selector_of
 
 
 __all__ = ["SpeculativeOutput", "speculative_decoding", "speculative_generate", "speculative_generate_batch"]
@@ -153,6 +154,8 @@ class DecodingState:
         self.width = 0
         # The taps that the next draft reads, and all tokens and taps of the last verification.
         self.context = self._read = self._verified = torch.empty(0)
+        # What a selector reads beside the logits of the last draft, `[B * k, D]`.
+        self._drafted = torch.empty(0)
         # Committed tokens that the target reads in every forward; none where it caches them.
         self._prefix = torch.empty(1, 0, dtype=torch.long)
         self._contexts = ExitStack()
@@ -180,8 +183,20 @@ class DecodingState:
         """Logits `[B * k, V]` of the slots after the anchors `[B, 1]`, the last known tokens."""
         rows = self._padded_rows(self.block_size, self.context.shape[1] + self.block_size, self.drafter.device)
         cache = self.drafter_cache if self.use_cache else None
-        logits = draft_forward(self.target, self.drafter, anchors, self.context, self.block_size, cache, **rows)
+        logits, self._drafted = draft_forward(
+            self.target, self.drafter, anchors, self.context, self.block_size, cache, **rows
+        )
         return self._transform(logits)
+
+    def propose(self, anchors: torch.Tensor, sampling: "Greedy | Sampling") -> tuple[torch.Tensor, Any, torch.Tensor]:
+        """Drafts `[B, k]` after the anchors `[B, 1]`, what they were drawn from (`Greedy.propose`), and the logits."""
+        logits = self.draft(anchors).unflatten(0, (len(anchors), -1)).to(anchors.device)
+        if (selector := selector_of(self.drafter)) is None:
+            return *sampling.propose(logits), logits
+        states = self._drafted.view(*logits.shape[:2], -1)
+        # As servers do it: top-p and top-k act on the target alone.
+        how = (sampling.draft_temperature, sampling.generator)
+        return *selector.walk(states, logits, anchors[:, 0], *how), logits
 
     def verify(self, anchors: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
         """Logits `[B * b, V]` of the tokens after the anchors `[B, 1]` and after each draft `[B, k]`."""
@@ -372,11 +387,11 @@ def draft_forward(
     block_size: int,
     cache: DFlashCache | None = None,
     **padded_rows: torch.Tensor,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The drafter's logits `[B * k, V]` for the slots after the anchors `[B, 1]`, before the target's scale or cap.
 
     `context` `[B, S, K * D]` holds the taps of the tokens before the anchors that the cache does not hold, on the
-    drafter's device; the logits are on the head's.
+    drafter's device; the logits are on the head's. The drafter's hidden states `[B * k, D]` come with them.
     """
     # Not `losses.draft_blocks`, which writes a mask and positions for many anchors of packed rows: with a cache the
     # drafter makes both itself, for one block. Both take their inputs from `block_inputs` and run the same forward.
@@ -385,7 +400,8 @@ def draft_forward(
     table, head = _embedding_table(target), target.get_output_embeddings()
     noise_embeds = block_inputs(table, anchors.to(table.device), config.mask_token_id, block_size)
     output = drafter(noise_embeds.to(drafter.device, drafter.dtype), context, cache=cache, **padded_rows)
-    return head(output.last_hidden_state[:, 1:].flatten(0, 1).to(*head_place(table, head)))
+    states = output.last_hidden_state[:, 1:].flatten(0, 1)
+    return head(states.to(*head_place(table, head))), states
 
 
 # --- How tokens are proposed and accepted, for B rows at once.
@@ -423,6 +439,12 @@ class Sampling:
         processors += [TopKLogitsWarper(top_k)] if top_k > 0 else []
         processors += [TopPLogitsWarper(top_p)] if top_p < 1 else []
         return Sampling(processors, sample_drafts, generator)
+
+    @property
+    def draft_temperature(self) -> float:
+        """What a selector's scores are divided by to draw drafts; 0 where none are drawn."""
+        warpers = (p.temperature for p in self.processors or [] if isinstance(p, TemperatureLogitsWarper))
+        return next(warpers, 1.0) if self.sample_drafts else 0.0
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """Distributions `[..., V]` after the processors, in fp32 or better."""
@@ -625,9 +647,8 @@ def _decode(
                 state.keep(going)
                 answers = [answers[row] for row in going]
             anchors = torch.tensor([answer.tokens[-1:] for answer in answers], device=device)
-            # The one place where the drafter's hidden states, of which `draft_forward` makes logits, become drafts.
-            draft_logits = state.draft(anchors).unflatten(0, (len(answers), -1)).to(device)
-            drafts, proposed_from = sampling.propose(draft_logits)
+            # The one place where drafts, and what they are drawn from, come out of the drafter's states.
+            drafts, proposed_from, draft_logits = state.propose(anchors, sampling)
             # The block always has b slots: how much of it fits is the cut's business.
             logits = state.verify(anchors, drafts).unflatten(0, (len(answers), -1)).to(device)
             _check_finite(target=logits, drafter=draft_logits)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from .configuration_dflash2 import DFlash2DraftConfig
 from .data_collator import IGNORE_INDEX
 from .frozen_target import FrozenHead
 from .masking import block_position_ids, training_masks
@@ -525,11 +526,14 @@ def draft_blocks(
     anchor_ids = inputs["input_ids"].gather(1, anchor_positions.clamp(min=0))
     noise_embeds = head.noise_embeds(anchor_ids, config.mask_token_id, config.block_size)
     noise_embeds = noise_embeds.to(context_hidden_states.dtype)
+    # Convolutions end with each block.
+    own = {"block_size": config.block_size} if isinstance(config, DFlash2DraftConfig) else {}
     return drafter(
         noise_embeds=noise_embeds,
         context_hidden_states=context_hidden_states,
         attention_mask=training_masks(config, anchor_positions, inputs["document_ids"], noise_embeds.dtype),
         position_ids=block_position_ids(inputs["position_ids"], anchor_positions, config.block_size),
+        **own,
     )
 
 

@@ -206,7 +206,8 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
     @classmethod
     def class_of(cls, config: PreTrainedConfig) -> "type[DFlashDraftModel]":
         """The class of a configuration's drafter: that of DFlash 2 where it is imported, and the configuration its."""
-        return next((kind for kind in cls.__subclasses__() if type(config) is kind.config_class), cls)
+        kinds = (kind for kind in cls.__subclasses__() if kind.config_class is not cls.config_class)
+        return next((kind for kind in kinds if kind.config_class is type(config)), cls)
 
     @staticmethod
     def make_layer(config: Any, layer_idx: int) -> nn.Module:

@@ -77,22 +77,31 @@ class CandidateSelector(nn.Module):
         return logits.detach().topk(self.top_k, dim=-1).indices.sort(dim=-1).values
 
     def forward(
-        self, states: torch.Tensor, logits: torch.Tensor, candidates: torch.Tensor, predecessors: torch.Tensor
+        self, states: torch.Tensor, unary: torch.Tensor, candidates: torch.Tensor, predecessors: torch.Tensor
     ) -> torch.Tensor:
         """Scores `[.., P, K]` in fp32 or better of all candidates after each of P predecessors.
 
         Args:
             states: Hidden states of the slots, `[.., D]`.
-            logits: Those of the slots, as the target scales and caps its own, `[.., V]`.
-            candidates: Token ids, `[.., K]`.
+            unary: Logits of the candidates, as the target scales and caps its own, `[.., K]`.
+            candidates: Their token ids, `[.., K]`.
             predecessors: Token ids of the slot before, `[.., P]`.
         """
-        dtype = torch.promote_types(logits.dtype, torch.float32)
+        dtype = torch.promote_types(unary.dtype, torch.float32)
         query = self.hidden_projection(states.to(self.hidden_projection.weight.dtype)).to(dtype)[..., None, :]
         left = self.predecessor_codebook[predecessors].to(dtype) * query
         # A product of tensors and no matrix product, which autocast or TF32 would round.
         pairs = (left[..., :, None, :] * self.successor_codebook[candidates].to(dtype)[..., None, :, :]).sum(-1)
-        return logits.gather(-1, candidates).to(dtype)[..., None, :] + pairs
+        return unary.to(dtype)[..., None, :] + pairs
+
+    def choose(
+        self, states: torch.Tensor, logits: torch.Tensor, predecessors: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The best candidates' scores and ids, `[..]` each, after tokens `[..]` that are known."""
+        candidates = self.candidates(logits)
+        scores = self(states, logits.gather(-1, candidates), candidates, predecessors[..., None])[..., 0, :]
+        best, places = scores.max(dim=-1, keepdim=True)
+        return best[..., 0], candidates.gather(-1, places)[..., 0]
 
     def walk(
         self,
@@ -106,7 +115,7 @@ class CandidateSelector(nn.Module):
 
         Args:
             states (`torch.Tensor` of shape `[B, S, D]`): Hidden states of the drafted slots of one block.
-            logits (`torch.Tensor` of shape `[B, S, V]`): Their logits.
+            logits (`torch.Tensor` of shape `[B, S, V]`): Their logits, on any device.
             anchors (`torch.Tensor` of shape `[B]`): Token ids before the first slot.
             temperature: 0 takes the largest score.
             generator: Source of randomness, on the logits' device; the global one by default.
@@ -115,9 +124,11 @@ class CandidateSelector(nn.Module):
             Token ids `[B, S]`, and the distributions `[B, S, V]` that they were drawn from, which are zero but at the
             candidates; None at temperature 0.
         """
-        candidates = self.candidates(logits)
-        before = torch.cat([anchors[:, None, None].expand(-1, 1, self.top_k), candidates[:, :-1]], dim=1)
-        scores = self(states, logits, candidates, before)
+        candidates, device = self.candidates(logits), self.hidden_projection.weight.device
+        anchors = anchors.to(logits.device)[:, None]
+        before = torch.cat([anchors[..., None].expand(-1, 1, self.top_k), candidates[:, :-1]], dim=1)
+        read = (states, logits.gather(-1, candidates), candidates, before)
+        scores = self(*(tensor.to(device) for tensor in read)).to(logits.device)
         if temperature == 0:
             chosen, probabilities = scores.argmax(dim=-1), None
         else:
@@ -125,20 +136,21 @@ class CandidateSelector(nn.Module):
             # One for each predecessor, of which the walk passes one.
             drawn = torch.multinomial(probabilities.flatten(0, -2), 1, generator=generator)
             chosen = drawn.view(probabilities.shape[:-1])
-        # All predecessors of the first slot are the anchor.
-        index = torch.zeros_like(anchors)[:, None]
-        passed = []
+        # Places of the anchor, for which any predecessor of the first slot stands, and of the token of each slot.
+        path = [torch.zeros_like(anchors)]
         for slot in range(chosen.shape[1]):
-            passed.append(index)
-            index = chosen[:, slot].gather(1, index)
-        places = torch.stack([*passed[1:], index], dim=1)
-        tokens = candidates.gather(-1, places)[..., 0]
+            path.append(chosen[:, slot].gather(1, path[-1]))
+        places = torch.stack(path, dim=1)
+        tokens = candidates.gather(-1, places[:, 1:])[..., 0]
         if probabilities is None:
             return tokens, None
-        rows = torch.stack(passed, dim=1)[..., None].expand(-1, -1, 1, self.top_k)
-        passed_probabilities = probabilities.gather(2, rows)[:, :, 0]
-        dense = torch.zeros_like(logits, dtype=probabilities.dtype)
-        return tokens, dense.scatter_(-1, candidates, passed_probabilities)
+        passed = probabilities.gather(2, places[:, :-1, :, None].expand(-1, -1, 1, self.top_k))[:, :, 0]
+        return tokens, torch.zeros_like(logits, dtype=passed.dtype).scatter_(-1, candidates, passed)
+
+
+def selector_of(drafter: Any) -> CandidateSelector | None:
+    """The selector of a drafter, which may be wrapped for training; None where it has none."""
+    return getattr(getattr(drafter, "module", drafter), "candidate_selector", None)
 
 
 class DFlash2DecoderLayer(DFlashDecoderLayer):
@@ -210,8 +222,14 @@ class DFlash2DraftModel(DFlashDraftModel):
             init.normal_(module.predecessor_codebook, std=self.config.initializer_range)
             init.zeros_(module.successor_codebook)
 
-    def forward(self, noise_embeds: torch.Tensor, *args, **kwargs):
-        """As for DFlash; the embeddings are scaled where the configuration says so."""
+    def forward(self, noise_embeds: torch.Tensor, *args, block_size: int | None = None, **kwargs):
+        """As for DFlash, for blocks of `block_size` slots, by default those of the configuration.
+
+        The embeddings are scaled where the configuration says so.
+        """
+        layer: Any
+        for layer in self.layers:
+            layer.block_size = block_size or self.config.block_size
         scale = self.config.input_embedding_scale
         return super().forward(noise_embeds if scale in (None, 1) else noise_embeds * scale, *args, **kwargs)
 

@@ -15,6 +15,7 @@ from torch.func import functional_call
 
 from .data_collator import IGNORE_INDEX
 from .losses import Objective, slot_divergence, slot_weighting
+from .modeling_dflash2 import selector_of
 
 
 # Cross-entropy of a token that is no candidate, for weights that follow from it: it is never chosen.
@@ -79,7 +80,9 @@ class SelectorTerms:
             candidates = candidates.scatter(-1, last, torch.where((counts & ~inside)[:, None], labels[:, None], kept))
         named = dict(zip(dict(self.selector.named_parameters()), weights, strict=True))
         before = self.predecessors.flatten()[index][:, None]
-        scores = functional_call(self.selector, named, (states, logits, candidates, before))[:, 0]
+        scores = functional_call(self.selector, named, (states, logits.gather(-1, candidates), candidates, before))[
+            :, 0
+        ]
         log_q, is_label = scores.log_softmax(dim=-1), candidates == labels[:, None]
         losses = torch.where(is_label.any(dim=-1), -torch.where(is_label, log_q, 0.0).sum(dim=-1), OUTSIDE)
         terms = [losses]
@@ -114,8 +117,8 @@ def true_predecessors(anchor_ids: torch.Tensor, labels: torch.Tensor) -> torch.T
 
 
 def selector_terms(drafter: Any, inputs: dict[str, Any], **settings: Any) -> SelectorTerms | None:
-    """The terms of a batch of [`DataCollatorForDFlash`]; None for a drafter, not wrapped, that has no selector."""
-    selector = getattr(drafter, "candidate_selector", None)
+    """The terms of a batch of [`DataCollatorForDFlash`]; None for a drafter that has no selector."""
+    selector = selector_of(drafter)
     if selector is None:
         return None
     anchor_ids = inputs["input_ids"].gather(1, inputs["anchor_positions"].clamp(min=0))

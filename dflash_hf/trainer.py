@@ -49,6 +49,7 @@ from .frozen_target import (
 from .losses import BlockSums, Objective, add_context_noise, drafter_loss
 from .model_card import CardOptions, TrainingFacts, read_facts
 from .modeling_dflash import DFlashDraftModel
+from .modeling_dflash2 import selector_of
 from .operations import batch_operations, drafter_weights
 from .optimizers import muon_with_adamw
 from .packing import PackedDataset, RowSampler, document_lengths, with_sources
@@ -407,7 +408,7 @@ class DFlashTrainer(Trainer):
         settle_objective(args, config.name_or_path)
         self.objective = args.make_objective(config.block_size)
         unread = [name for name in SELECTOR_ARGUMENTS if vars(args)[name] != vars(DFlashTrainingArguments)[name]]
-        if unread and getattr(drafter, "candidate_selector", None) is None:
+        if unread and selector_of(drafter) is None:
             raise ValueError(f"{', '.join(unread)} are for a DFlash 2 drafter (dflash2=True): leave them out.")
         check_part(drafter, peft_config, args.trainable_modules)
         self.target = self._frozen_target(target_model, init_kwargs)
@@ -622,7 +623,7 @@ class DFlashTrainer(Trainer):
             context_hidden_states = add_context_noise(context_hidden_states, *noise)
         context_hidden_states = context_hidden_states.to(dtype)
         settings = args.selector_settings(config.block_size, self.state.global_step if model.training else None)
-        selection = selector_terms(self.accelerator.unwrap_model(model), inputs, **settings)
+        selection = selector_terms(model, inputs, **settings)
         given = (inputs, context_hidden_states, self.head, self.objective, args.loss_chunk_blocks, final_hidden_states)
         loss, sums, outputs = drafter_loss(model, config, *given, selection)
         (self._trained.step if model.training else self._evaluated.blocks).add(sums)

@@ -1,29 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """DFlash 2 from training to decoding: what is learned, measured and decoded is one and the same drafter."""
 
+import copy
 import json
+import tempfile
 
 import pytest
 import torch
+from oracle import PROMPT
 from published import FULL, SLIDING
 from runs import make_documents, make_trainer
 from test_convert_speculators import speculators_config, write_speculators
+from test_generation import PROMPT_OF_FEW, assert_drawn_from, cell_counts, exact
 from test_modeling_dflash2 import random_dflash2
-from tiny import dense_target, refused, tiny_drafter
+from tiny import dense_target, hybrid_target, refused, tiny_drafter
 from torch.optim import AdamW
 
 from dflash_hf import (
+    DataCollatorForDFlash,
     DFlash2DraftConfig,
     DFlash2DraftModel,
     DFlashDraftModel,
+    FrozenTarget,
+    PackedDataset,
     adapt,
     convert_speculators,
     validate_checkpoint,
 )
+from dflash_hf.acceptance import walk_batch, walk_documents
 from dflash_hf.adapters import lora_config, merge_adapter
 from dflash_hf.checkpoint_format import GEOMETRY
 from dflash_hf.command_train import main
-from dflash_hf.generation import check_drafter
+from dflash_hf.frozen_target import FrozenHead
+from dflash_hf.generation import check_drafter, speculative_generate_batch
 
 
 SMALL = {"conv_group_size": 8, "selector_rank": 8, "selector_top_k": 64}
@@ -175,3 +184,89 @@ def test_a_target_that_scales_its_logits_differently_is_refused():
     fields = {"num_hidden_layers": 2, "num_taps": 2, "mask_token_id": 260, "selector_rank": 4}
     config = DFlash2DraftConfig.from_target_config(capped.config, **fields)
     assert config.dflash_config["final_logit_softcapping"] == 20.0
+
+
+# Decoding
+
+
+def selecting(target, **fields):
+    """A drafter whose selector changes many drafts, with windows and convolutions that matter, and sometimes right."""
+    drafter = random_dflash2(
+        own={"conv_group_size": 8, "selector_rank": 8, "selector_top_k": 3},
+        layer_types=[SLIDING, FULL],
+        **{"window": 9, "hidden_size": 64, "vocab_size": 272, "mask_token_id": 260, **fields},
+        num_target_layers=target.config.get_text_config().num_hidden_layers,
+    )
+    drafter.fc.weight.data.mul_(0.2)
+    return drafter
+
+
+def learned(target, documents):
+    """A drafter of random hidden states, whose selector has learned some of the target's answers by heart."""
+    folder = tempfile.mkdtemp()
+    settings = {"max_steps": 60, "learning_rate": 5e-2, "save_strategy": "no", "row_length": 64}
+    settings |= {"trainable_modules": ["candidate_selector"]}
+    trainer = make_trainer(folder, target, documents, drafter=grown(target), **settings)
+    trainer.train()
+    return trainer.model.eval()
+
+
+@pytest.fixture(scope="module", params=["dense", "hybrid"])
+def decoded(request):
+    """A target, its greedy answers to three prompts, and a drafter that learned them."""
+    target = {"dense": dense_target, "hybrid": hybrid_target}[request.param]()
+    prompts = [PROMPT, PROMPT[:3], [200, *PROMPT]]
+    documents = []
+    for prompt in prompts:
+        ids = target.generate(torch.tensor([prompt]), max_new_tokens=37, do_sample=False)[0].tolist()
+        documents.append({"input_ids": ids, "supervised_spans": [[len(prompt), len(ids)]]})
+    return target, prompts, documents, learned(target, documents)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [None, 2])
+def test_greedy_decoding_is_lossless_and_visits_what_the_walk_does(decoded, num_draft_tokens):
+    target, prompts, documents, drafter = decoded
+    rows = [torch.tensor([prompt]) for prompt in prompts]
+    outputs = speculative_generate_batch(target, drafter, rows, 37, [], num_draft_tokens=num_draft_tokens)
+    walked = walk_documents(target, drafter, documents, num_draft_tokens=num_draft_tokens)
+    for output, answer, document in zip(outputs, walked, documents, strict=True):
+        assert output.sequences[0].tolist() == document["input_ids"]
+        assert (output.committed, output.accepted) == (answer.committed, answer.accepted)
+    assert len({n for output in outputs for n in output.committed}) >= 3
+
+
+def test_the_walk_by_logits_and_candidates_bounds_the_selectors(decoded):
+    target, _, documents, drafter = decoded
+    frozen, head = FrozenTarget(target, drafter.config.target_layer_ids), FrozenHead(target, torch.device("cpu"))
+    batch = DataCollatorForDFlash(4, num_anchors=4)([PackedDataset(documents, 256)[0]])
+    context = frozen.context_hidden_states(batch["input_ids"], batch["document_lengths"])
+
+    def tau(by):
+        answers = walk_batch(drafter, drafter.config, head, batch, context, by=by)
+        return sum(sum(a.committed) for a in answers) / sum(len(a.committed) for a in answers)
+
+    by_selector, by_logits, by_candidates = tau("selector"), tau("logits"), tau("candidates")
+    assert by_logits < by_selector <= by_candidates
+    drafter_without = copy.deepcopy(drafter)
+    drafter_without.candidate_selector.successor_codebook.data.zero_()
+    answers = walk_batch(drafter_without, drafter.config, head, batch, context)
+    assert by_logits == sum(sum(a.committed) for a in answers) / sum(len(a.committed) for a in answers)
+
+
+@pytest.mark.parametrize("sample_drafts", [False, True])
+@pytest.mark.parametrize("name", ["dense", "hybrid"])
+def test_sampled_decoding_has_the_targets_distribution(name, sample_drafts):
+    vocab_size, settings = 6, {"temperature": 1.3, "top_p": 0.95}
+    make = {"dense": dense_target, "hybrid": hybrid_target}[name]
+    target = make(num_layers=4, vocab_size=vocab_size, pad_token_id=None, eos_token_id=None)
+    target.get_output_embeddings().weight.data *= 0.4
+    fields = {"vocab_size": vocab_size, "mask_token_id": 1, "block_size": 3, "target_layer_ids": [0, 2]}
+    drafter = selecting(
+        target,
+        **fields,
+    )
+    expected = exact(target, PROMPT_OF_FEW, vocab_size, settings)
+    rows = [torch.tensor([PROMPT_OF_FEW])] * 1500
+    settings |= {"sample_drafts": sample_drafts, "generator": torch.Generator().manual_seed(0)}
+    outputs = speculative_generate_batch(target, drafter, rows, 3, [], **settings)
+    assert_drawn_from(cell_counts(torch.cat([output.sequences[:, -3:] for output in outputs]), vocab_size), expected)

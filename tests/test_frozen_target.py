@@ -538,11 +538,12 @@ def test_answers_are_the_targets_own_whatever_is_accepted(family, block_size, mo
     original_draft, original_commit = decoding_state.draft_forward, decoding_state.DecodingState.commit
 
     def draft(*args, **kwargs):
-        logits = torch.zeros_like(original_draft(*args, **kwargs))
+        logits, states = original_draft(*args, **kwargs)
+        logits = torch.zeros_like(logits)
         right = draws.choice([0, 1, block_size - 1, draws.randrange(block_size)])
         for k, token in enumerate(place["answer"][place["at"] + 1 : place["at"] + block_size]):
             logits[k, (token + (k >= right)) % rows] = 5.0
-        return logits
+        return logits, states
 
     def commit(self, new_tokens):
         place["at"] += new_tokens.shape[1]
