@@ -176,6 +176,8 @@ tiny-dpace: {rows: 4, num_anchors: 8, row_length: 80, seeds: [0, 1], learning_ra
 tiny-packed: {packed: true, rows: 2, num_anchors: 8, row_anchors: 16, row_length: 160, context_noise: 0.05}
 tiny-kl: {rows: 4, num_anchors: 8, row_length: 80, objective: kl, temperature: 0.5, muon: true,
           schedule: warmup_stable_decay}
+tiny-dflash2: {rows: 4, num_anchors: 8, row_length: 80, dflash2: true, selector_rank: 4, restart_at: 0.5,
+               selector_objective: expected_acceptance}
 tiny-eight-bit: {rows: 4, num_anchors: 8, row_length: 80, seeds: [0], learning_rate: 3.0e-3, eight_bit: true}
 """
 
@@ -190,12 +192,15 @@ def test_the_study_runs_reports_and_leaves_out_what_is_done(folder, tmp_path, ca
     with torch.compiler.set_stance("force_eager"):
         study.main(study_words(folder, tmp_path, decode_prompts=1, decode_tokens=8, save_drafters=True))
     results = {study.key_of(result): result for result in study.read_results(tmp_path / "results.jsonl")}
-    names = ("dpace-s0", "dpace-s1", "packed-s0", "kl-s0", "eight-bit-s0")
-    assert [*results] == [f"tiny-{name}-8" for name in names]
+    names = ("dpace-s0", "dpace-s1", "packed-s0", "kl-s0", "eight-bit-s0", "dflash2-s0")
+    assert {*results} == {f"tiny-{name}-8" for name in names}
+    bounds = [results["tiny-dflash2-s0-8"]["metrics"][f"acceptance_length{by}"] for by in ("", "_by_candidates")]
+    assert 1 <= bounds[0] <= bounds[1] and results["tiny-dflash2-s0-8"]["seed"] == 0
     for result in results.values():
         assert list(result["acceptance_length"]) == ["1", "2", "4", "8"]
         assert all(1.0 <= tau <= 4.0 for tau in result["acceptance_length"].values())
-        assert result["objective"] == "kl" or result["losses"]["8"] < result["losses"]["1"]
+        # That of the selector is added from the middle on.
+        assert result["objective"] == "kl" or result["dflash2"] or result["losses"]["8"] < result["losses"]["1"]
         assert 0 <= result["clipped"] <= 1 and result["tokens"]["8"] > 8 * 4 * 40
         assert result["decoded_acceptance_length"] == pytest.approx(result["walked_acceptance_length"], abs=0.05)
         assert result["lossless"] and result["seconds_per_step"] > 0
@@ -207,7 +212,7 @@ def test_the_study_runs_reports_and_leaves_out_what_is_done(folder, tmp_path, ca
     assert (tmp_path / "study.png").stat().st_size > 10_000
     capsys.readouterr()
     study.main(study_words(folder, tmp_path))
-    assert "is done" in capsys.readouterr().out and len(study.read_results(tmp_path / "results.jsonl")) == 5
+    assert "is done" in capsys.readouterr().out and len(study.read_results(tmp_path / "results.jsonl")) == 6
     # Runs of another drafter have the same names.
     with tiny.refused(SystemExit, "block_size", "num_train"):
         study.main(study_words(folder, tmp_path, block_size=8, num_train=9))
@@ -250,8 +255,11 @@ def test_mistakes_in_the_studys_runs_are_named(folder, tmp_path):
 
 
 def test_all_runs_of_the_table_are_made_and_have_a_reason():
-    runs = study.select_runs(study.StudyArguments(data=""))
-    assert len({run.key for run in runs}) == len(runs) > 30 and all(run.reason for run in runs)
+    other = Path(study.HERE, "dflash2_runs.yaml")
+    runs = study.select_runs(study.StudyArguments(data="")) + study.select_runs(
+        study.StudyArguments("", table=str(other))
+    )
+    assert len({run.key for run in runs}) == len(runs) > 40 and all(run.reason for run in runs)
     # Equal time: as many blocks a step in all runs with one document a row.
     assert {run.rows * run.num_anchors for run in runs if not run.packed} == {32 * 128}
     for run in runs:

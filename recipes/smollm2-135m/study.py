@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PrinterCal
 
 from dflash_hf import (
     DataCollatorForDFlash,
+    DFlash2DraftModel,
     DFlashDraftConfig,
     DFlashDraftModel,
     DFlashTrainer,
@@ -40,6 +41,7 @@ from dflash_hf.cli import parse_config
 from dflash_hf.frozen_target import FrozenHead
 from dflash_hf.losses import compares_distributions
 from dflash_hf.model_card import write_facts
+from dflash_hf.modeling_dflash2 import selector_of
 from dflash_hf.packing import PackedDataset
 
 
@@ -51,6 +53,9 @@ MAX_LENGTH, DEV_ROW_LENGTH, DEV_ANCHORS = 512, 1024, 256
 WALKS, OTHER_SECONDS = (1 / 8, 1 / 4, 1 / 2, 1), 20.0
 # Processes that collate on a machine with a GPU, whose steps are faster than one of them.
 WORKERS = 8
+# Settings of a run that its trainer, or its DFlash 2 drafter, takes.
+SELECTOR = ("selector_alpha", "selector_objective", "selector_inject", "selector_cut_off")
+GEOMETRY = ("conv_kernel_size", "selector_rank", "selector_top_k")
 # What all runs of a folder share, and their names do not say.
 OF_A_FOLDER = ("num_layers", "num_taps", "num_heads", "num_key_value_heads", "head_dim", "intermediate_size")
 OF_A_FOLDER += ("block_size", "mask_token_id", "num_train", "num_dev")
@@ -111,6 +116,11 @@ class Run:
         eight_bit: Whether AdamW keeps its state in 8 bits, by torchao.
         schedule: "cosine" or "warmup_stable_decay", which decays over the last `decay` of the steps.
         warmup: Share of the steps.
+        intermediate_size: Of the drafter's MLP; that of all runs by default.
+        dflash2: Whether the drafter is one of DFlash 2, which begins as the DFlash drafter of the same seed.
+        conv_kernel_size, selector_rank, selector_top_k: Of DFlash 2; 0 leaves a part out.
+        selector_alpha, selector_objective, selector_inject, selector_cut_off: As for `DFlashTrainingArguments`.
+        restart_at: Share of the steps after which the schedule starts anew, on what was trained as DFlash until then.
     """
 
     name: str
@@ -139,6 +149,16 @@ class Run:
     schedule: str = "cosine"
     decay: float = 0.3
     warmup: float = 0.04
+    intermediate_size: int | None = None
+    dflash2: bool = False
+    conv_kernel_size: int = 2
+    selector_rank: int = 48
+    selector_top_k: int = 16
+    selector_alpha: float = 1.0
+    selector_objective: str | None = None
+    selector_inject: bool = False
+    selector_cut_off: bool = False
+    restart_at: float = 0.0
 
     @property
     def key(self) -> str:
@@ -168,6 +188,7 @@ class Run:
             adam_beta2=self.beta2,
             max_grad_norm=self.max_grad_norm,
             muon=self.muon,
+            **({name: vars(self)[name] for name in SELECTOR} if self.dflash2 else {}),
             **({"optim": "adamw_torch_8bit"} if self.eight_bit else {}),
             lr_scheduler_type=self.schedule,
             lr_scheduler_kwargs=decays,
@@ -200,7 +221,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.only_data:
         write_data(Path(arguments.data), arguments.target, output_dir / "study.npz")
         return
-    study = Study(arguments, any(compares_distributions(run.objective) for run in runs))
+    objectives = {name for run in runs for name in (run.objective, run.selector_objective) if name}
+    study = Study(arguments, any(map(compares_distributions, objectives)))
     print(f"Everything is loaded after {time.perf_counter() - begin:.0f} s.", flush=True)
     for run in runs:
         # By the slowest run so far; the first one is started in any case where there is time at all.
@@ -358,23 +380,38 @@ class Study:
 
     @torch.no_grad()
     def walk(self, drafter: DFlashDraftModel) -> dict[str, float]:
-        """The walk over all answers to evaluate on."""
+        """The walk over all answers to evaluate on; with a selector also without it, and the best it could do."""
         drafter.eval()
-        sums, seen = WalkSums.zeros(self.config.block_size or 0), set()
-        for batch, context in self.dev_batches:
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-                answers = walk_batch(drafter, self.config, self.head, batch, context, DEV_ANCHORS)
-            for answer in answers:
-                if answer.document not in seen:
-                    sums.add(answer)
-            seen |= {answer.document for answer in answers}
+        metrics: dict[str, float] = {}
+        for by in ("selector", "logits", "candidates") if selector_of(drafter) else ("selector",):
+            sums, seen = WalkSums.zeros(self.config.block_size or 0), set()
+            for batch, context in self.dev_batches:
+                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+                    answers = walk_batch(drafter, drafter.config, self.head, batch, context, DEV_ANCHORS, by)
+                for answer in answers:
+                    if answer.document not in seen:
+                        sums.add(answer)
+                seen |= {answer.document for answer in answers}
+            own = sums.metrics()
+            metrics |= own if by == "selector" else {f"acceptance_length_by_{by}": own["acceptance_length"]}
         drafter.train()
-        return sums.metrics()
+        return metrics
 
-    def trainer(self, run: Run, folder: str) -> "StudyTrainer":
-        """The run's trainer, with a drafter of its own."""
+    def drafter(self, run: Run, trained: DFlashDraftModel | None = None) -> DFlashDraftModel:
+        """The run's drafter, a new one or what one of DFlash that was trained becomes."""
+        config = copy.deepcopy(self.config)
+        config.intermediate_size = run.intermediate_size or config.intermediate_size
         torch.manual_seed(run.seed)
-        drafter = DFlashDraftModel(self.config).to(self.device)
+        drafter = DFlashDraftModel(config)
+        if trained is not None:
+            drafter.load_state_dict(trained.state_dict())
+        if run.dflash2:
+            drafter = DFlash2DraftModel.from_dflash(drafter, run.seed, **{name: vars(run)[name] for name in GEOMETRY})
+        return drafter.to(self.device)
+
+    def trainer(self, run: Run, folder: str, trained: DFlashDraftModel | None = None) -> "StudyTrainer":
+        """The run's trainer, with a drafter of its own."""
+        drafter = self.drafter(run, trained)
         rows = (PackedDataset if run.packed else OneDocumentARow)(self.train, run.row_length, run.seed)
         anchors = run.row_anchors or run.num_anchors
         padded = run.padded_anchors or anchors
@@ -414,11 +451,13 @@ class Walks(TrainerCallback):
         study: Gives the walk.
         trainer: Counts tokens.
         run: What is trained.
+        before: Steps that were trained before; of `total` in all.
     """
 
-    def __init__(self, study: Study, trainer: StudyTrainer, run: Run):
-        self.study, self.trainer, self.run = study, trainer, run
-        self.points = sorted({max(1, round(share * run.steps)) for share in WALKS})
+    def __init__(self, study: Study, trainer: StudyTrainer, run: Run, before: int, total: int):
+        self.study, self.trainer, self.run, self.before = study, trainer, run, before
+        points = {max(1, round(share * total)) - before for share in WALKS}
+        self.points = sorted(point for point in points if 0 < point <= run.steps)
         self.seconds, self.first_step_seconds = 0.0, 0.0
         self.metrics: dict[str, float] = {}
         self.by_step: dict[str, dict[str, Any]] = {"acceptance_length": {}, "losses": {}, "tokens": {}}
@@ -445,7 +484,7 @@ class Walks(TrainerCallback):
         self.metrics = self.study.walk(model)
         values = (self.metrics["acceptance_length"], logs["loss"], self.trainer.tokens)
         for name, value in zip(self.by_step, values, strict=True):
-            self.by_step[name][str(step)] = value
+            self.by_step[name][str(self.before + step)] = value
         print(
             f"{self.run.key} step {step}: loss {logs['loss']:.3f}, tau {values[0]:.3f}, "
             f"{self.seconds / max(step - 1, 1):.4f} s a step",
@@ -459,17 +498,36 @@ def train(study: Study, run: Run) -> tuple[dict[str, Any], DFlashDraftModel]:
 
     Returns:
         The run's settings with `acceptance_length`, `losses` and `tokens` by step, `metrics` of the last walk,
-        `seconds_per_step`, `first_step_seconds`, `clipped` (share of the steps) and `peak_gib`; and the drafter.
+        `parameters`, `seconds_per_step`, `first_step_seconds`, `clipped` (share of the steps) and `peak_gib`; and the
+        drafter.
     """
+    first = round(run.restart_at * run.steps)
+    if not first:
+        return train_once(study, run)
+    start, trained = train_once(study, replace(run, steps=first, dflash2=False), total=run.steps)
+    # Rows in another order than before.
+    own = replace(run, steps=run.steps - first, seed=run.seed + 1000)
+    result, drafter = train_once(study, own, trained, first, run.steps)
+    read = max(start["tokens"].values())
+    result["tokens"] = {step: read + tokens for step, tokens in result["tokens"].items()}
+    joined = {name: start[name] | result[name] for name in ("acceptance_length", "losses", "tokens")}
+    return result | asdict(run) | joined, drafter
+
+
+def train_once(
+    study: Study, run: Run, trained: DFlashDraftModel | None = None, before: int = 0, total: int | None = None
+) -> tuple[dict[str, Any], DFlashDraftModel]:
+    """Train a new drafter, or go on with one after some of all steps; returns what `train` does."""
     on_cuda = study.device.type == "cuda"
     if on_cuda:
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = study.trainer(run, folder)
-        walks = Walks(study, trainer, run)
+        trainer = study.trainer(run, folder, trained)
+        walks = Walks(study, trainer, run, before, total or run.steps)
         trainer.add_callback(walks)
         trainer.train()
     result = asdict(run) | walks.by_step | {"metrics": walks.metrics}
+    result["parameters"] = trainer.model.num_parameters()
     result["seconds_per_step"] = walks.seconds / max(run.steps - 1, 1)
     result["first_step_seconds"] = walks.first_step_seconds
     result["clipped"] = float(trainer.clipped) / run.steps
@@ -508,7 +566,7 @@ def decode(study: Study, trained: DFlashDraftModel) -> dict[str, Any]:
     """Real decoding of some prompts, in the target's type, and the walk over the answers that come out."""
     arguments = study.arguments
     # A copy, since the attention of the one that was trained is named in its configuration.
-    drafter = DFlashDraftModel(copy.deepcopy(study.config)).to(study.device, study.dtype)
+    drafter = type(trained)(copy.deepcopy(trained.config)).to(study.device, study.dtype)
     drafter.load_state_dict(trained.state_dict())
     drafter.set_attn_implementation("sdpa")
     drafter.eval()
