@@ -283,6 +283,14 @@ def test_the_studys_table_compares_seed_by_seed(tmp_path):
     for name, part in (("a", runs[:2]), ("b", runs[2:])):
         lines = [json.dumps(study_result(run, 8, tau, seed)) for run, tau, seed in part]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    documents = {"new": [[30, 10], [24, 10]], "dpace": [[20, 10], [22, 10]], "once": [[3, 1], [3, 1]]}
+    for name in "ab":
+        lines = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        own = [json.dumps(line | {"documents": documents[line["name"]]}) for line in lines]
+        (tmp_path / f"known-{name}.jsonl").write_text("\n".join(own))
+    known = [str(tmp_path / f"known-{name}.jsonl") for name in "ab"]
+    study_report.main(["--files", *known, "--output_dir", str(tmp_path), "--baseline", "dpace"])
+    assert "+10.0% (+9.1% to +50.0%)" in (tmp_path / "table.md").read_text()
     files = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
     study_report.main(["--files", *files, "--output_dir", str(tmp_path)])
     table = (tmp_path / "table.md").read_text()

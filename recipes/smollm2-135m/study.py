@@ -23,7 +23,7 @@ import yaml
 from get_target import get_smollm2
 from remembering_target import RememberingTarget
 from study_facts import study_facts
-from study_report import write_report
+from study_report import BASELINE, write_report
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PrinterCallback, TrainerCallback
 
 from dflash_hf import (
@@ -70,6 +70,7 @@ class StudyArguments:
     output_dir: str = field(default="outputs/study", metadata={"help": "Folder of the results; of study.npz too."})
     table: str = field(default=str(HERE / "study_runs.yaml"), metadata={"help": "The runs, by name."})
     runs: str = field(default="*", metadata={"help": "Names of runs, with * and ?, separated by commas."})
+    baseline: str = field(default=BASELINE, metadata={"help": "Run that the table holds the others against."})
     extra: str = field(default="{}", metadata={"help": "Further runs as YAML: '{name: {objective: kl}}'."})
     seeds: str | None = field(default=None, metadata={"help": "Seeds for all runs in place of their own: '0,1,2'."})
     steps: int | None = field(default=None, metadata={"help": "Steps of all runs in place of their own."})
@@ -234,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         done.append(finish(study, run, output_dir) | {"shared": shared})
         with results_file.open("a") as lines:
             lines.write(json.dumps(done[-1]) + "\n")
-        write_report(done, output_dir)
+        write_report(done, output_dir, arguments.baseline)
     print((output_dir / "table.md").read_text() if done else "No run was finished.")
     print(f"{time.perf_counter() - begin:.0f} s in all; results are in {output_dir}.")
 
@@ -365,6 +366,8 @@ class Study:
         self.target.remember(self.train + self.dev)
         self.head = FrozenHead(self.target.model, self.device)
         self.dev_batches = list(self._dev_batches(arguments.dev_rows))
+        # Committed tokens and blocks of each document in the last walk, by which runs are compared.
+        self.documents: list[list[int]] = []
 
     def _dev_batches(self, rows: int) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
         """Batches to walk, on the device, with the target's hidden states."""
@@ -383,6 +386,7 @@ class Study:
         """The walk over all answers to evaluate on; with a selector also without it, and the best it could do."""
         drafter.eval()
         metrics: dict[str, float] = {}
+        counts = {row: [0, 0] for row in range(len(self.dev))}
         for by in ("selector", "logits", "candidates") if selector_of(drafter) else ("selector",):
             sums, seen = WalkSums.zeros(self.config.block_size or 0), set()
             for batch, context in self.dev_batches:
@@ -391,10 +395,14 @@ class Study:
                 for answer in answers:
                     if answer.document not in seen:
                         sums.add(answer)
+                        if by == "selector":
+                            counts[answer.document][0] += sum(answer.committed)
+                            counts[answer.document][1] += len(answer.committed)
                 seen |= {answer.document for answer in answers}
             own = sums.metrics()
             metrics |= own if by == "selector" else {f"acceptance_length_by_{by}": own["acceptance_length"]}
         drafter.train()
+        self.documents = list(counts.values())
         return metrics
 
     def drafter(self, run: Run, trained: DFlashDraftModel | None = None) -> DFlashDraftModel:
@@ -527,7 +535,7 @@ def train_once(
         trainer.add_callback(walks)
         trainer.train()
     result = asdict(run) | walks.by_step | {"metrics": walks.metrics}
-    result["parameters"] = trainer.model.num_parameters()
+    result |= {"parameters": trainer.model.num_parameters(), "documents": study.documents}
     result["seconds_per_step"] = walks.seconds / max(run.steps - 1, 1)
     result["first_step_seconds"] = walks.first_step_seconds
     result["clipped"] = float(trainer.clipped) / run.steps

@@ -20,6 +20,7 @@ from dflash_hf.cli import parse_config
 
 
 BASELINE = "dpace"
+RESAMPLES = 2000
 # Runs of each budget that have a colour in the plot over steps: the best ones, and the baseline.
 NAMED_RUNS = 3
 
@@ -32,22 +33,23 @@ class ReportArguments:
     output_dir: str = field(
         default=".", metadata={"help": "Folder of table.md, study.png, and curve.png with curve.json."}
     )
+    baseline: str = field(default=BASELINE, metadata={"help": "Run that the others are held against."})
     curve: str | None = field(default=None, metadata={"help": "Run whose tau over budgets is plotted and fitted."})
 
 
 def main(argv: list[str] | None = None) -> None:
     (arguments,) = parse_config(ReportArguments, argv, description=(__doc__ or "").split("\n")[0])
     results = [json.loads(line) for name in arguments.files for line in Path(name).read_text().splitlines()]
-    write_report(results, Path(arguments.output_dir))
+    write_report(results, Path(arguments.output_dir), arguments.baseline)
     print((Path(arguments.output_dir) / "table.md").read_text())
     if arguments.curve is not None:
         learning_curve(results, arguments.curve, Path(arguments.output_dir) / "curve.png")
 
 
-def write_report(results: list[dict[str, Any]], output_dir: Path) -> None:
+def write_report(results: list[dict[str, Any]], output_dir: Path, baseline: str = BASELINE) -> None:
     """Write `table.md` and `study.png`."""
     output_dir.mkdir(parents=True, exist_ok=True)
-    (output_dir / "table.md").write_text(table(results))
+    (output_dir / "table.md").write_text(table(results, baseline))
     plot(results, output_dir / "study.png")
 
 
@@ -68,17 +70,29 @@ def mean(values: Any) -> float:
     return sum(values) / len(values)
 
 
-def table(results: list[dict[str, Any]]) -> str:
+def interval(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
+    """95% bootstrap interval of the mean ratio of tau, where the walked documents are known; each draw is for both."""
+    if not all("documents" in result for pair in pairs for result in pair):
+        return ""
+    counts = np.array([[result["documents"] for result in pair] for pair in pairs], dtype=float)
+    draws = np.random.default_rng(0).integers(counts.shape[2], size=(RESAMPLES, counts.shape[2]))
+    committed, blocks = np.moveaxis(counts[:, :, draws].sum(axis=3), -1, 0)
+    tau = committed / blocks
+    low, high = np.percentile((tau[:, 0] / tau[:, 1]).mean(axis=0) - 1, [2.5, 97.5])
+    return f" ({low:+.1%} to {high:+.1%})"
+
+
+def table(results: list[dict[str, Any]], compared: str = BASELINE) -> str:
     """Markdown: acceptance length (mean over seeds) after each walked share of the steps, and what it costs."""
     groups = grouped(results)
     lines = [
-        f"| run | steps | seeds | tau at 1/8 | 1/4 | 1/2 | all | all, by seed | to {BASELINE} | s a step | clipped |",
+        f"| run | steps | seeds | tau at 1/8 | 1/4 | 1/2 | all | all, by seed | to {compared} | s a step | clipped |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (name, steps), group in groups.items():
         points = sorted(group[0]["acceptance_length"], key=int)
         taus = [f"{mean(r['acceptance_length'][point] for r in group):.3f}" for point in points]
-        baseline = groups.get((BASELINE, steps))
+        baseline = groups.get((compared, steps))
         # Seed by seed, where both have it: order and anchors are then the same.
         shared = [(r, b) for r in group for b in baseline or [] if r["seed"] == b["seed"]]
         ratio = mean(final_tau(r) / final_tau(b) for r, b in shared) - 1 if shared else None
@@ -89,7 +103,7 @@ def table(results: list[dict[str, Any]]) -> str:
             *[""] * (4 - len(taus)),
             *taus[-4:],
             " ".join(f"{final_tau(result):.3f}" for result in group),
-            "" if ratio is None else f"{ratio:+.1%}",
+            "" if ratio is None else f"{ratio:+.1%}{interval(shared)}",
             f"{mean(result['seconds_per_step'] for result in group):.4f}",
             f"{mean(result['clipped'] for result in group):.0%}",
         ]
