@@ -34,7 +34,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3_5TextConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from dflash_hf import DataCollatorForDFlash, DFlashDraftConfig, DFlashDraftModel, FrozenTarget
+from dflash_hf import DataCollatorForDFlash, DFlash2DraftModel, DFlashDraftConfig, DFlashDraftModel, FrozenTarget
 from dflash_hf.cli import parse_config
 from dflash_hf.data_collator import IGNORE_INDEX
 from dflash_hf.frozen_target import FrozenHead
@@ -42,6 +42,7 @@ from dflash_hf.losses import DPace, drafter_loss, make_objective
 from dflash_hf.operations import Operations, batch_operations, drafter_weights, passed_weights, product_rate
 from dflash_hf.optimizers import MuonWithAdamW
 from dflash_hf.packed_targets import PackedDense
+from dflash_hf.selector_losses import selector_terms
 from dflash_hf.trainer import add_context_noise, compile_layers
 
 
@@ -398,7 +399,7 @@ class DrafterStep:
             context = add_context_noise(context, *noise)
         config: Any = self.drafter.config
         given = (config, self.batch, context.to(self.dtype), self.head, self.objective)
-        loss, _, _ = drafter_loss(self.model, *given)
+        loss, _, _ = drafter_loss(self.model, *given, selection=selector_terms(self.drafter, self.batch))
         normalizer = self.objective.normalizer(self.batch["labels"][..., 1:] != IGNORE_INDEX)
         loss = loss / normalizer.clamp(min=1e-12)
         loss.backward()
@@ -614,6 +615,7 @@ class BenchmarkArguments:
         },
     )
     peers: str | None = field(default=None, metadata={"help": f"Commas between some of {', '.join(PEERS)}."})
+    dflash2_rank: int = field(default=0, metadata={"help": "Also time DFlash 2, its selector of this rank."})
     repeats: int = field(default=10, metadata={"help": "Timed steps, of which the median is reported."})
     warmup: int = field(default=2, metadata={"help": "Steps between the first one and those that are timed."})
     profile: bool = field(default=False, metadata={"help": "Also list the drafter's step by kernel."})
@@ -735,6 +737,9 @@ class Benchmark:
         ours = self.drafter_step(drafter, head, case)
         work = step_operations(drafter, ours.batch).drafter
         peers = {name: PEERS[name](ours) for name in words(self.args.peers)}
+        if self.args.dflash2_rank:
+            grown = DFlash2DraftModel.from_dflash(drafter, selector_rank=self.args.dflash2_rank)
+            self.grown_part(case, ours, self.drafter_step(grown, head, case))
         measured = self.measure([ours.side("drafter"), *(peer.side(name) for name, peer in peers.items())])
         equal = {name: compare(ours, peer) for name, peer in peers.items()}
         self.add(case, "drafter", measured["drafter"], work)
@@ -752,6 +757,12 @@ class Benchmark:
             added = result["seconds"] / measured["drafter"]["seconds"] - 1
             held = num_bytes(state_tensors(whole.optimizer))
             self.add(case, name, result, work, optimizer_adds=added, optimizer_state_bytes=held)
+
+    def grown_part(self, case: Case, ours: DrafterStep, grown: DrafterStep) -> None:
+        """Time DFlash's step and that of the DFlash 2 drafter which it becomes, in turns."""
+        measured = self.measure([ours.side("dflash"), grown.side("dflash2")])
+        ratio = measured["dflash2"]["seconds"] / measured["dflash"]["seconds"]
+        self.add(case, "dflash2", measured["dflash2"], time_over_dflash=ratio)
 
     def target_parts(self, parts: list[str]) -> None:
         """Time the target, the transfer and the whole step, for all cases, with one target."""

@@ -371,10 +371,11 @@ def test_the_benchmark_times_all_parts_and_writes_them(tmp_path, capsys):
         "--activation_checkpointing",
     ]
     given += ["--context_noise", "0.05", "--epoch_tokens", "1e6", "--cases", "64x8,128x16", "--output", str(output)]
+    given += ["--dflash2_rank", "8"]
     benchmark.main([*QUICK, *given])
     results = json.loads(output.read_text())
     rows = {(row["case"], row["part"]): row for row in results["rows"]}
-    parts = ["drafter", "drafter+adamw", "drafter+muon", "target", benchmark.ONE_BY_ONE, "transfer", "step"]
+    parts = ["dflash2", "drafter", "drafter+adamw", "drafter+muon", "target", benchmark.ONE_BY_ONE, "transfer", "step"]
     assert set(rows) == {(case, part) for case in ("64x8", "128x16") for part in parts}
     for row in rows.values():
         assert row["tokens_per_second"] == pytest.approx(row["num_tokens"] / row["seconds"])
