@@ -188,8 +188,8 @@ class DecodingState:
         )
         return self._transform(logits)
 
-    def propose(self, anchors: torch.Tensor, sampling: "Greedy | Sampling") -> tuple[torch.Tensor, Any, torch.Tensor]:
-        """Drafts `[B, k]` after the anchors `[B, 1]`, what they were drawn from (`Greedy.propose`), and the logits."""
+    def propose(self, anchors: torch.Tensor, sampling: "Sampling") -> tuple[torch.Tensor, Any, torch.Tensor]:
+        """Drafts `[B, k]` after the anchors `[B, 1]`, what they were drawn from (see `Sampling`), and the logits."""
         logits = self.draft(anchors).unflatten(0, (len(anchors), -1)).to(anchors.device)
         if (selector := selector_of(self.drafter)) is None:
             return *sampling.propose(logits), logits

@@ -247,7 +247,7 @@ def walk(path: str) -> None:
     from transformers import AutoModelForCausalLM
 
     from dflash_hf import DFlashDraftModel
-    from dflash_hf.acceptance import pooled_length, walk_draft_lengths
+    from dflash_hf.acceptance import walk_documents
 
     results = json.loads(Path(path).read_text())
     settings = {"dtype": torch.float32} if not torch.cuda.is_available() else {"dtype": torch.bfloat16}
@@ -259,9 +259,11 @@ def walk(path: str) -> None:
             continue
         folder, _, count = run["engine"].rpartition(":")
         drafter = DFlashDraftModel.from_pretrained(folder, **settings).to(device)
-        documents = [(prompt, answer) for prompt, answer in zip(run["prompts"], run["answers"], strict=True)]
-        walked = walk_draft_lengths(target, drafter, documents, [int(count)])
-        results["walked"][run["engine"]] = {"walk": pooled_length(walked[int(count)])}
+        pairs = [(len(prompt), prompt + answer) for prompt, answer in zip(run["prompts"], run["answers"], strict=True)]
+        documents = [{"input_ids": ids, "supervised_spans": [[start, len(ids)]]} for start, ids in pairs]
+        answers = walk_documents(target, drafter, documents, progress=True, num_draft_tokens=int(count))
+        accepted = [number for answer in answers for number in answer.accepted]
+        results["walked"][run["engine"]] = {"walk": 1 + statistics.mean(accepted)}
     Path(path).write_text(json.dumps(results))
     print(table(results))
 

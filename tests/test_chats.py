@@ -143,7 +143,9 @@ def test_r3_a_call_without_arguments_has_an_empty_object_of_them(call, field):
     assert one.messages[1]["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
 
 
-@pytest.mark.parametrize("flag", [{"weight": 0.0}, {"train": False}, {"trainable": 0}, {"loss": False}, {"loss_mask": 0}])
+@pytest.mark.parametrize(
+    "flag", [{"weight": 0.0}, {"train": False}, {"trainable": 0}, {"loss": False}, {"loss_mask": 0}]
+)
 def test_r6_flags_of_a_message_say_what_is_not_learnt(flag):
     second = {**ANSWER, "weight": 1, "train": True, "trainable": None}
     (one,) = read_chats({"messages": [{**USER, "weight": 0}, {**ANSWER, **flag}, USER, second]})
