@@ -63,7 +63,7 @@ OTHER_LAYOUTS = {
     **dict.fromkeys(("speculators_model_type", "speculators_config", "transformer_layer_config"), "speculators"),
 }
 # Another layout -> the readers that have code of their own for it.
-_SERVED_BY = {"speculators": ("vLLM",)}
+_SERVED_BY = {"DFlash 2": ("z-lab",), "speculators": ("vLLM",)}
 # Field -> (values that mean "not used", readers that apply it, readers of which only some releases do). The others
 # ignore the field without a word.
 PARTLY_READ: dict[str, tuple[tuple, tuple[str, ...], tuple[str, ...]]] = {
@@ -223,12 +223,16 @@ Look = Callable[[Checkpoint], Said]
 
 @dataclass(frozen=True)
 class Rule:
-    """One requirement: its name in reports, itself in a few words, whom it concerns, and what finds its faults."""
+    """One requirement: its name in reports, itself in a few words, whom it concerns, and what finds its faults.
+
+    Reports on other drafters leave out what is `of_dflash2`.
+    """
 
     id: str
     title: str
     readers: tuple[str, ...]
     look: Look
+    of_dflash2: bool = False
 
     def check(self, checkpoint: Checkpoint) -> list[Finding] | None:
         """What violates it; None when that cannot be told."""
@@ -303,11 +307,12 @@ def _layout(checkpoint: Checkpoint) -> Said:
         for name, layout in OTHER_LAYOUTS.items():
             if fields.get(name) and not (layout == "DFlash 2" and checkpoint.is_dflash2):
                 served, why = _SERVED_BY.get(layout, ()), f"This is the layout of {layout}."
-                if served:
+                if served and layout != "DFlash 2":
                     why += f" {enumerate_some(served)} may have code for it, which these rules do not check."
                 remedy = "Use the code that made the checkpoint."
                 if layout == "DFlash 2":
-                    remedy = f"Write architectures=[{DFLASH2!r}], without which SGLang alone builds them."
+                    why += " vLLM refuses its tensors under this class, SGLang builds it, dflash leaves it out."
+                    remedy = f"Write architectures=[{DFLASH2!r}], or remove the fields of DFlash 2."
                 if layout == "speculators":
                     remedy = "Convert it with dflash_hf.convert_speculators first."
                 yield _field(f"{where}{name}", fields[name], expected, why, remedy, others(*served), served)
@@ -707,8 +712,8 @@ def _remote_code(checkpoint: Checkpoint) -> Said:
 CONFIG_RULES = (
     Rule("architectures", "the class the servers look up", STRICT, _architectures),
     Rule("layout", "no other kind of drafter", ALL, _layout),
-    Rule("dflash2", "convolution and selector in full", ALL, _dflash2),
-    Rule("dflash2_fields", "in dflash_config", ALL, _dflash2_fields),
+    Rule("dflash2", "convolution and selector in full", ALL, _dflash2, True),
+    Rule("dflash2_fields", "in dflash_config", ALL, _dflash2_fields, True),
     Rule("model_type", "a type that AutoConfig knows", ALL, _model_type),
     Rule("dflash_config", "an object", ALL, _dflash_config),
     Rule("sizes", "all sizes, and heads that divide", ALL, _sizes),
@@ -827,7 +832,7 @@ def _tensor_dtypes(checkpoint: Checkpoint) -> Said:
 
 
 TENSOR_RULES = (
-    Rule("codebook_names", "codebooks without .weight", others("z-lab"), _codebook_names),
+    Rule("codebook_names", "codebooks without .weight", others("z-lab"), _codebook_names, True),
     Rule("tensors_missing", "all tensors", ALL, _tensors_missing),
     Rule("tensor_prefix", "names without prefix", ("vLLM", "transformers"), _tensor_prefix),
     Rule("tensors_unexpected", "no other tensors", ALL, _tensors_unexpected),

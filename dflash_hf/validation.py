@@ -121,7 +121,7 @@ def _values(checkpoint: Checkpoint) -> Said:
 def _dead_selector(checkpoint: Checkpoint) -> Said:
     name = CODEBOOKS[1]
     if checkpoint.folder is None or checkpoint.headers is None:
-        yield from [None] * checkpoint.is_dflash2
+        yield None
         return
     for path in sorted(checkpoint.folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as tensors:
@@ -146,7 +146,7 @@ RULES = (
     Rule("loader", "dflash_hf accepts config.json", OURS, _loader),
     *TENSOR_RULES,
     Rule("tensor_values", "no NaN, no infinity", ALL, _values),
-    Rule("dead_selector", "a selector that is trained", ALL, _dead_selector),
+    Rule("dead_selector", "a selector that is trained", ALL, _dead_selector, True),
 )
 
 
@@ -458,7 +458,8 @@ def validate_checkpoint(folder_or_repo: str | Path, revision: str | None = None)
         checkpoint = read_folder(path, str(folder_or_repo))
     else:
         raise ValueError(f"{path} is a local folder and has no revision={revision!r}: leave it out.")
-    return ValidationReport(checkpoint, [RuleResult(rule, _apply(rule, checkpoint)) for rule in RULES])
+    rules = [rule for rule in RULES if checkpoint.is_dflash2 or not rule.of_dflash2]
+    return ValidationReport(checkpoint, [RuleResult(rule, _apply(rule, checkpoint)) for rule in rules])
 
 
 def _apply(rule: Rule, checkpoint: Checkpoint) -> list[Finding] | None:
@@ -489,10 +490,10 @@ def serving_commands(checkpoint: Checkpoint) -> dict[str, str]:
     gap = " " if len(given) < _WIDTH - 30 else " \\\n        "
     draft_revision = f" \\\n    --speculative-draft-model-revision {shlex.quote(revision)}" if revision else ""
     hybrid = "for targets that generate() accepts: no hybrid ones"
-    way = 'assistant_model=drafter, speculation_type="dflash"'
+    way = 'assistant_model=drafter, speculation_type="dflash", '
     if checkpoint.is_dflash2:
         # transformers knows no selector.
-        way = "custom_generate=generation.speculative_decoding, drafter=drafter"
+        way = "custom_generate=generation.speculative_decoding, drafter=drafter,\n    "
     return {
         "vLLM": f"vllm serve {shlex.quote(target)} \\\n    --speculative-config{gap}{given}",
         "SGLang": (
@@ -505,7 +506,7 @@ def serving_commands(checkpoint: Checkpoint) -> dict[str, str]:
         + "output_ids = drafter.spec_generate(\n"
         + "    target, input_ids, max_new_tokens=256, stop_token_ids=[tokenizer.eos_token_id]\n)",
         "transformers": _snippet(checkpoint, target, "dflash_hf", "" if checkpoint.is_dflash2 else hybrid)
-        + f"output_ids = target.generate(\n    input_ids, {way}, max_new_tokens=256\n)",
+        + f"output_ids = target.generate(\n    input_ids, {way}max_new_tokens=256\n)",
     }
 
 

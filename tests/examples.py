@@ -91,11 +91,36 @@ def rope(**changes):
     return {"rope_parameters": {**ROPE, **changes}}
 
 
+DFLASH2 = {"architectures": ["DFlash2DraftModel"]}
+GEOMETRY = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 3, "selector_top_k": 4}
+
+
+def dflash2_tensors(tensors):
+    """Those of a DFlash 2 drafter whose selector does nothing."""
+    own = {"candidate_selector.hidden_projection.weight": torch.ones(3, 16)}
+    own |= {f"candidate_selector.{name}_codebook": torch.zeros(100, 3) for name in ("predecessor", "successor")}
+    for i in range(2):
+        for name in ("attention", "mlp"):
+            own[f"layers.{i}.{name}_conv.base_kernel"] = torch.ones(2, 2, 16)
+            own[f"layers.{i}.{name}_conv.kernel_projection.weight"] = torch.zeros(8, 16)
+    return tensors | {name: tensor.bfloat16() for name, tensor in own.items()}
+
+
+def embedded_codebook(tensors):
+    name = "candidate_selector.successor_codebook"
+    return {n + ".weight" * (n == name): t + (n == name) for n, t in dflash2_tensors(tensors).items()}
+
+
+SOUND_DFLASH2 = {"fields": DFLASH2, "nested": GEOMETRY, "tensors": dflash2_tensors}
+
 EXAMPLES = {
     "no architectures": Example("architectures", SERVERS, drop=("architectures",)),
     "plain qwen3": Example("architectures", STRICT, fields={"architectures": ["Qwen3Model"]}),
-    "dflash 2": Example("architectures", OURS, SERVERS, {"architectures": ["DFlash2DraftModel"]}),
-    "conv kernel": Example("layout", OURS, ENGINES, nested={"conv_kernel_size": 2}),
+    "dflash 2": Example("dflash2", ALL, fields={"architectures": ["DFlash2DraftModel"]}),
+    "flat dflash 2": Example("dflash2_fields", ALL, fields={**DFLASH2, **GEOMETRY}, tensors=dflash2_tensors),
+    "embedded codebook": Example("codebook_names", STRICT, **SOUND_DFLASH2 | {"tensors": embedded_codebook}),
+    "dead selector": Example("dead_selector", "", ALL, **SOUND_DFLASH2),
+    "conv kernel": Example("layout", STRICT, ZLAB, nested={"conv_kernel_size": 2}),
     "dspark": Example("layout", ALL, fields={"sample_from_anchor": True}),
     "dflare": Example("layout", ALL, fields={"dflare_config": {"a": 1}}),
     "speculators": Example("layout", NOT_VLLM, "vLLM", {"speculators_model_type": "dflash"}),

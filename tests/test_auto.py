@@ -93,7 +93,7 @@ table = {
     "omni": lambda: Qwen3OmniMoeConfig(),
     # A field of the drafters' in a plain configuration does not make a drafter of it.
     "block_size": lambda: CONFIG_MAPPING["qwen3"](block_size=16, dflash_config={"mask_token_id": 1}, **tiny),
-    "other_drafter": lambda: AutoConfig.from_pretrained(folder + "/dflash2"),
+    "other_drafter": lambda: AutoConfig.from_pretrained(folder + "/dspark"),
 }
 for name in ("plain", "coded"):
     for trust in (None, True, False):
@@ -142,7 +142,7 @@ def test_plain_qwen3_is_as_if_the_package_were_not_imported(tmp_path):
         config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}
         (folder / "coded" / "config.json").write_text(json.dumps(config))
         (folder / "coded" / "own.py").write_text(OWN_CODE)
-        write_folder(folder / "dflash2", small(QWEN36_27B, architectures=["DFlash2DraftModel"]))
+        write_folder(folder / "dspark", small(QWEN36_27B, architectures=["DSparkDraftModel"]))
         tables[imports] = python(imports + CALLS, folder, cache=folder)
     without, imported = tables.values()
     assert imported == without

@@ -9,7 +9,7 @@ import pytest
 import torch
 from oracle import PROMPT
 from published import FULL, SLIDING
-from runs import make_documents, make_trainer
+from runs import finish, make_documents, make_trainer, start, train
 from test_convert_speculators import speculators_config, write_speculators
 from test_generation import PROMPT_OF_FEW, assert_drawn_from, exact
 from test_modeling_dflash2 import random_dflash2
@@ -99,6 +99,24 @@ def test_split_differently_the_step_has_the_same_gradients(tmp_path):
     assert at_once["candidate_selector.successor_codebook"].abs().max() > 0
     for name, gradient in at_once.items():
         torch.testing.assert_close(in_parts[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_two_ranks_and_a_resumed_run_train_the_same_drafter(tmp_path):
+    """Gradients of the selector cross ranks too, though no forward of the drafter reads it."""
+    settings = {"max_steps": 4, "save_steps": 2, "drafter": grown(), "adam_epsilon": 1e-3, "max_anchors_per_row": 8}
+    (tmp_path / "two").mkdir()
+    log = tmp_path / "log"
+    assert finish(start(train, str(tmp_path / "two"), world=2, log=log, **settings)) == [0, 0], log.read_text()
+    whole = make_trainer(tmp_path / "one", per_device_train_batch_size=2, **{**settings, "drafter": grown()})
+    whole.train()
+    parameters = [torch.load(tmp_path / "two" / f"final-{rank}.pt")["parameters"] for rank in (0, 1)]
+    for name, parameter in whole.model.named_parameters():
+        assert torch.equal(parameters[0][name], parameters[1][name])
+        torch.testing.assert_close(parameters[0][name], parameter.detach(), rtol=1e-4, atol=1e-6)
+    resumed = make_trainer(tmp_path / "one", per_device_train_batch_size=2, **{**settings, "drafter": grown()})
+    resumed.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-2"))
+    for name, parameter in whole.model.named_parameters():
+        assert torch.equal(resumed.model.get_parameter(name), parameter), name
 
 
 def test_the_selector_alone_is_trained_cut_off_and_warmed_up(tmp_path):
