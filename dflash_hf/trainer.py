@@ -36,6 +36,7 @@ from .callbacks import (
 )
 from .checkpointing import decided_by_main, rotate, set_aside, step_of, write_checkpoint, writes_alone
 from .configuration_dflash import DFlashDraftConfig
+from .configuration_dflash2 import DFlash2DraftConfig
 from .data_collator import IGNORE_INDEX, DataCollatorForDFlash, check_documents, check_token_ids, num_valid_anchors
 from .documents import check_documents_fit
 from .frozen_target import (
@@ -67,7 +68,7 @@ from .resuming import (
     run_record,
     write_record,
 )
-from .selector_losses import selector_terms
+from .selector_losses import SelectorTerms, selector_terms
 from .tokenizing import load_documents, tokenize_completions
 from .training_args import OBJECTIVE_ARGUMENTS, SELECTOR_ARGUMENTS, DFlashTrainingArguments, check_trainer_options
 
@@ -622,8 +623,7 @@ class DFlashTrainer(Trainer):
             noise = (inputs["document_lengths"], inputs["noise_seeds"], args.context_noise, dtype)
             context_hidden_states = add_context_noise(context_hidden_states, *noise)
         context_hidden_states = context_hidden_states.to(dtype)
-        settings = args.selector_settings(config.block_size, self.state.global_step if model.training else None)
-        selection = selector_terms(model, inputs, **settings)
+        selection = self._selection(model, inputs) if isinstance(config, DFlash2DraftConfig) else None
         given = (inputs, context_hidden_states, self.head, self.objective, args.loss_chunk_blocks, final_hidden_states)
         loss, sums, outputs = drafter_loss(model, config, *given, selection)
         (self._trained.step if model.training else self._evaluated.blocks).add(sums)
@@ -635,6 +635,11 @@ class DFlashTrainer(Trainer):
         if model.training:
             loss = self._guard.marked(loss)
         return (loss, {**outputs, "context_hidden_states": context_hidden_states}) if return_outputs else loss
+
+    def _selection(self, model: Any, inputs: dict[str, Any]) -> SelectorTerms | None:
+        """What a DFlash 2 drafter's selector adds to the loss of a batch."""
+        step = self.state.global_step if model.training else None
+        return selector_terms(model, inputs, **self.args.selector_settings(self._drafter_config.block_size, step))
 
     def _compute_dtype(self) -> torch.dtype:
         """Type of the drafter's inputs: that of autocast, or of its parameters where there is none."""
