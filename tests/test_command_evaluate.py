@@ -136,9 +136,6 @@ def test_the_number_of_drafts_is_chosen_by_what_rounds_cost(run, words, folders,
     (tmp_path / "costs.json").write_text(json.dumps({"costs": costs}))
     results, table, _ = run(*words("first", draft_lengths="1 2", costs=tmp_path / "costs.json"))
     assert results["draft_lengths"][drafter]["tokens_per_second"]["1"]["0"] == 1.0 and "--speculative-config" in table
-    (tmp_path / "costs.json").write_text('{"costs": [{"batch_size": 0}]}')
-    with refused(SystemExit, "costs.json"):
-        run(*words("first", draft_lengths="1 2", costs=tmp_path / "costs.json"))
 
 
 def test_a_machine_that_slows_down_changes_no_speed_up(run, words, monkeypatch):
