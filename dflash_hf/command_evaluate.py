@@ -134,6 +134,8 @@ class EvaluationArguments:
             refuse_unused(self, ("batch_sizes",), "where no costs are measured, without draft_lengths or with costs")
         if not self.draft_lengths:
             refuse_unused(self, ("costs",), "without draft_lengths")
+        elif not self.costs and not self.use_cache:
+            raise ValueError("draft_lengths needs costs where use_cache is false: rounds are timed with caches.")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

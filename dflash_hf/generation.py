@@ -633,15 +633,13 @@ def _decode(
     lengths, device = [answer.prompt.shape[1] for answer in answers], target.device
     _check_budget(target, max(lengths), answers[0].max_new_tokens, draft_count(drafter, num_draft_tokens))
     with evaluation_mode(target, drafter), DecodingState(target, drafter, use_cache, num_draft_tokens) as state:
-        prompts = [answer.prompt[0] for answer in answers]
-        known = pad_sequence(prompts, batch_first=True, padding_side="left")
+        known = pad_sequence([answer.prompt[0] for answer in answers], batch_first=True, padding_side="left")
         logits = state.prefill(known, lengths).to(device)
         _check_finite(target=logits)
         # A verification without drafts.
-        for answer, first in zip(
-            answers, sampling.verify(known[:, :0], None, logits[:, None])[1].tolist(), strict=True
-        ):
-            answer.take(first)
+        _, first = sampling.verify(known[:, :0], None, logits[:, None])
+        for answer, tokens in zip(answers, first.tolist(), strict=True):
+            answer.take(tokens)
         while going := [row for row, answer in enumerate(answers) if not answer.is_complete]:
             if len(going) < len(answers):
                 state.keep(going)
@@ -685,7 +683,7 @@ def speculative_decoding(
         raise ValueError("generate was called without a drafter; pass drafter= beside custom_generate=.")
     check_drafter(model, drafter)
     mask = model_kwargs.get("attention_mask")
-    mask = torch.ones_like(input_ids) if mask is None else mask
+    mask = torch.ones_like(input_ids) if mask is None else mask.long()
     _check_supported(logits_processor, stopping_criteria, generation_config, mask, model_kwargs)
     if token_streamer is not None and len(input_ids) > 1:
         raise ValueError(f"A token_streamer takes the tokens of one prompt; there are {len(input_ids)}.")
@@ -729,9 +727,7 @@ def _check_supported(
     if positions is not None and ((positions != attention_mask.cumsum(dim=1) - 1) & (attention_mask > 0)).any():
         lost.append("position_ids other than 0, 1, 2, ..")
     # A text's images are None or an empty dict.
-    lost += [
-        name for name, value in model_kwargs.items() if name not in _OWN_KWARGS and value is not None and value != {}
-    ]
+    lost += [name for name in sorted(model_kwargs.keys() - _OWN_KWARGS) if model_kwargs[name] not in (None, {})]
     if lost:
         raise ValueError(
             f"generate was called with {', '.join(lost)}, whose effect would be lost. Speculative decoding takes "

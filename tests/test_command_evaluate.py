@@ -343,6 +343,7 @@ SERVED = {"server": ["http://localhost:1"], "prompts": "p"}
         (HERE | {"dtype": "float8_e4m3fn"}, ["dtype", "float8_e4m3fn"]),
         (HERE | {"target_model_init_kwargs": {"token": "hf_x"}}, ["token"]),
         (HERE | {"draft_lengths": [0, 3]}, ["draft_lengths", 0]),
+        (HERE | {"draft_lengths": [3], "use_cache": False}, ["use_cache", "costs"]),
         # Options that would do nothing.
         (SERVED | {"dtype": "float32"}, ["dtype=float32"]),
         (HERE | {"concurrency": 4}, ["concurrency=4"]),
