@@ -307,9 +307,11 @@ def evaluate(args: EvaluationArguments, results: Results) -> None:
         # In the target's type, as a server runs it.
         drafters[name] = drafter = DFlashDraftModel.from_pretrained(name).to(target.device, target.dtype).eval()
         with named(name):
-            measure_acceptance(target, drafter, ids[:1], check_lossless=False, progress=False, settings=warm_up)
+            measure_acceptance(
+                target, drafter, ids[: args.batch_size], check_lossless=False, progress=False, settings=warm_up
+            )
         shapes[name] = {"parameters": drafter.num_parameters(), "block_size": config.block_size}
-    plain_answers(target, ids[:1], warm_up, progress=False)
+    plain_answers(target, ids[: args.batch_size], warm_up, progress=False)
     decode(target, drafters, ids, settings, results)
     for name, drafter in drafters.items():
         with named(name):
