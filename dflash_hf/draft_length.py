@@ -159,7 +159,7 @@ def _time_round(state: DecodingState, anchors: torch.Tensor, num_drafts: int, co
         drafts, *_ = state.propose(anchors, Sampling())
         times.append(_now(anchors.device))
         state.verify(anchors, drafts)
-        state.commit([committed] * len(anchors))
+        state.commit(drafts.new_zeros(len(anchors), committed))
     else:
         target_forward(state.target, state.drafter, anchors, 1, cache=state.target_cache, use_cache=True)
     times.append(_now(anchors.device))

@@ -211,13 +211,13 @@ class DecodingState:
         rows = self._padded_rows(num_new, input_ids.shape[1], input_ids.device)
         return target_forward(self.target, self.drafter, input_ids, max(1, num_new), **self._caching, **rows)
 
-    def commit(self, new_tokens: torch.Tensor | list[int]) -> None:
-        """Keep the anchors and the accepted drafts of the last verification, after which new tokens are known.
+    def commit(self, new_tokens: torch.Tensor) -> None:
+        """Keep the anchors and the accepted drafts of the last verification, of which `new_tokens` `[B, m]` follow.
 
-        They are given as `[B, m]`, or by how many each row commits. The last one of each is its next anchor, which the
-        target has not read as what it is now.
+        The last token of each row is its next anchor, which the target has not read as what it is now; -1 is behind
+        the tokens of rows that commit fewer.
         """
-        counts = new_tokens if isinstance(new_tokens, list) else [new_tokens.shape[1]] * len(new_tokens)
+        counts = [new_tokens.shape[1]] if len(new_tokens) == 1 else (new_tokens >= 0).sum(dim=1).tolist()
         dropped = [self._read.shape[1] - self._prefix.shape[1] - count for count in counts]
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         self.width += max(counts)
@@ -596,20 +596,22 @@ class _Answer:
     committed: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
-    def take(self, tokens: list[int]) -> int:
-        """Keep those of the tokens that are within the budget, up to a stop token, and say how many they are."""
+    def take(self, tokens: list[int]) -> torch.Tensor:
+        """Keep those of the tokens that are within the budget, up to a stop token, and give them back."""
         tokens = tokens[: self.max_new_tokens - len(self.tokens)]
         tokens = tokens[: next((i for i, token in enumerate(tokens, start=1) if token in self.stop), len(tokens))]
         self.tokens += tokens
+        new = torch.tensor(tokens)
         if self.streamer is not None:
-            self.streamer.put(torch.tensor(tokens))
-        return len(tokens)
+            self.streamer.put(new)
+        return new
 
-    def verified(self, num_accepted: int, tokens: list[int]) -> int:
-        """Keep what a verification commits, the accepted drafts and a token more, and say how many they are."""
-        self.committed.append(self.take(tokens[: num_accepted + 1]))
-        self.accepted.append(min(self.committed[-1], num_accepted))
-        return self.committed[-1]
+    def verified(self, num_accepted: int, tokens: list[int]) -> torch.Tensor:
+        """Keep what a verification commits, the accepted drafts and a token more, and give it back."""
+        new = self.take(tokens[: num_accepted + 1])
+        self.committed.append(len(new))
+        self.accepted.append(min(len(new), num_accepted))
+        return new
 
     @property
     def is_complete(self) -> bool:
@@ -652,8 +654,8 @@ def _decode(
             _check_finite(target=logits, drafter=draft_logits)
             # Read from the device at once.
             read = torch.column_stack(sampling.verify(drafts, proposed_from, logits)).tolist()
-            counts = [answer.verified(n, tokens) for answer, (n, *tokens) in zip(answers, read, strict=True)]
-            state.commit(counts)
+            new = [answer.verified(n, tokens) for answer, (n, *tokens) in zip(answers, read, strict=True)]
+            state.commit(pad_sequence(new, batch_first=True, padding_value=-1))
 
 
 def speculative_decoding(

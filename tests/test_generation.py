@@ -469,7 +469,7 @@ def cost_of_rounds(target, drafter, prompt_length):
         for index in range(17):
             cost = operations(lambda: state.draft(block[:, :1]))
             cost += operations(lambda: state.verify(block[:, :1], block[:, 1:]))
-            state.commit([1 + 5 * index % 16])
+            state.commit(block[:, : 1 + 5 * index % 16])
             total += cost if index else 0
     return total / 16 / forward
 
