@@ -110,6 +110,13 @@ def serve(engine: Any, prompts: list[list[int]], at_once: int, temperature: floa
     return {"seconds": seconds, "answers": [answers[index] for index in range(len(prompts))], **counts}
 
 
+def wait_for_the_others(arguments: argparse.Namespace) -> None:
+    """Until the parent says that every engine has started or failed: a start would disturb what is measured."""
+    go = Path(f"{arguments.output}.go")
+    while not go.exists():
+        time.sleep(0.2)
+
+
 def child(arguments: argparse.Namespace) -> None:
     """Start one engine and measure it whenever it is its turn; a line of JSON for each measurement."""
     chats, started = read_prompts(arguments.prompts), time.perf_counter()
@@ -117,8 +124,11 @@ def child(arguments: argparse.Namespace) -> None:
     template: dict[str, Any] = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
     ids = [list(engine.get_tokenizer().apply_chat_template(chat, **template)) for chat in chats]
     print(json.dumps({"engine": arguments.child, "start_seconds": time.perf_counter() - started}), flush=True)
+    wait_for_the_others(arguments)
     numbers = arguments.num_prompts or [max(24, 3 * at_once) for at_once in arguments.concurrency]
-    cases = list(itertools.product(arguments.temperatures, zip(arguments.concurrency, numbers, strict=True)))
+    pairs = list(zip(arguments.concurrency, numbers, strict=True))
+    # Sampling changes what is accepted, not how costs grow, so it is measured at the first concurrency alone.
+    cases = [(t, pair) for t in arguments.temperatures for pair in (pairs if t == 0 else pairs[:1])]
     with open(f"{arguments.output}.lock", "w") as turn:
         for round_number, (temperature, (at_once, number)) in itertools.product(range(-1, arguments.rounds), cases):
             prompts = [ids[index % len(ids)] for index in range(number)]
@@ -130,7 +140,7 @@ def child(arguments: argparse.Namespace) -> None:
             case = {"engine": arguments.child, "temperature": temperature, "at_once": at_once, "round": round_number}
             case |= {"tokens": sum(map(len, figures["answers"])), "prompts": prompts} | figures
             # Answers of one round and few prompts are enough to walk over.
-            if round_number or at_once > min(arguments.concurrency):
+            if round_number or at_once != arguments.concurrency[0]:
                 case |= {"prompts": None, "answers": None}
             if round_number >= 0:
                 print(json.dumps(case), flush=True)
@@ -145,6 +155,8 @@ def measure(arguments: argparse.Namespace, argv: list[str]) -> None:
     """Run an engine for each name and write all their figures."""
     folder = Path(arguments.output).resolve().parent
     folder.mkdir(parents=True, exist_ok=True)
+    go = Path(f"{arguments.output}.go")
+    go.unlink(missing_ok=True)
     children: dict[str, subprocess.Popen] = {}
     lines: list[dict[str, Any]] = []
     try:
@@ -154,6 +166,10 @@ def measure(arguments: argparse.Namespace, argv: list[str]) -> None:
             with open(f"{log}.jsonl", "w") as output, open(f"{log}.log", "w") as errors:
                 children[name] = subprocess.Popen(command, stdout=output, stderr=errors)
             print(f"{name}: see {log}.log", flush=True)
+        waiting = {f"engine-{number}.jsonl": process for number, process in enumerate(children.values())}
+        while any(p.poll() is None and '{"engine"' not in (folder / name).read_text() for name, p in waiting.items()):
+            time.sleep(0.5)
+        go.touch()
         for number, (name, process) in enumerate(children.items()):
             if process.wait():
                 print(f"{name} failed ({process.returncode}); its log says why.", flush=True)
