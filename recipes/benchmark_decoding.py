@@ -31,7 +31,7 @@ from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.cli import parse_config
-from dflash_hf.generation import DecodingState, Greedy, check_drafter
+from dflash_hf.generation import DecodingState, Sampling, check_drafter
 
 
 # What is measured, and what it is called in the table.
@@ -141,7 +141,7 @@ def measure(target: PreTrainedModel, drafter: DFlashDraftModel, prompt_length: i
             states = recurrent_states(state.target_cache)
             row["snapshot"], saved = clock(lambda states=states: [part.clone() for part in states])
             row["rollback"], _ = clock(lambda a=states, b=saved: [to.copy_(of) for to, of in zip(a, b, strict=True)])
-            row["draft"], drafts = clock(lambda: state.propose(block[:, :1], Greedy())[0][0])
+            row["draft"], drafts = clock(lambda: state.propose(block[:, :1], Sampling())[0][0])
             row["verify"], _ = clock(lambda drafts=drafts: state.verify(block[:, :1], drafts).argmax(dim=-1))
             row["commit"], _ = clock(partial(state.commit, block[:, : commits[index % block_size]]))
             for name, value in row.items() if index >= 0 else ():
