@@ -294,6 +294,8 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
             if config._commit_hash is not None:
                 # The weights of the commit that was checked, whatever is pushed meanwhile.
                 kwargs["revision"] = config._commit_hash
+        if not isinstance(config, cls.config_class):
+            raise ValueError(f"{path} is a DFlash drafter: {cls.__name__}.from_dflash makes one of DFlash 2 of it.")
         dtype = stored if dtype in (None, "auto") else dtype
         loaded: Any = super(DFlashDraftModel, cls.class_of(config)).from_pretrained(
             path, *model_args, config=config, dtype=dtype, output_loading_info=True, **kwargs

@@ -124,11 +124,7 @@ class CandidateSelector(nn.Module):
             Token ids `[B, S]`, and the distributions `[B, S, V]` that they were drawn from, which are zero but at the
             candidates; None at temperature 0.
         """
-        candidates, device = self.candidates(logits), self.hidden_projection.weight.device
-        anchors = anchors.to(logits.device)[:, None]
-        before = torch.cat([anchors[..., None].expand(-1, 1, self.top_k), candidates[:, :-1]], dim=1)
-        read = (states, logits.gather(-1, candidates), candidates, before)
-        scores = self(*(tensor.to(device) for tensor in read)).to(logits.device)
+        candidates, scores = self._edges(states, logits, anchors)
         if temperature == 0:
             chosen, probabilities = scores.argmax(dim=-1), None
         else:
@@ -137,7 +133,7 @@ class CandidateSelector(nn.Module):
             drawn = torch.multinomial(probabilities.flatten(0, -2), 1, generator=generator)
             chosen = drawn.view(probabilities.shape[:-1])
         # Places of the anchor, for which any predecessor of the first slot stands, and of the token of each slot.
-        path = [torch.zeros_like(anchors)]
+        path = [torch.zeros_like(candidates[:, 0, :1])]
         for slot in range(chosen.shape[1]):
             path.append(chosen[:, slot].gather(1, path[-1]))
         places = torch.stack(path, dim=1)
@@ -146,6 +142,16 @@ class CandidateSelector(nn.Module):
             return tokens, None
         passed = probabilities.gather(2, places[:, :-1, :, None].expand(-1, -1, 1, self.top_k))[:, :, 0]
         return tokens, torch.zeros_like(logits, dtype=passed.dtype).scatter_(-1, candidates, passed)
+
+    def _edges(
+        self, states: torch.Tensor, logits: torch.Tensor, anchors: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Candidates `[B, S, K]` and their scores after each candidate of the slot before, `[B, S, K, K]`."""
+        candidates, device = self.candidates(logits), self.hidden_projection.weight.device
+        anchors = anchors.to(logits.device)[:, None, None].expand(-1, 1, self.top_k)
+        before = torch.cat([anchors, candidates[:, :-1]], dim=1)
+        read = (states, logits.gather(-1, candidates), candidates, before)
+        return candidates, self(*(tensor.to(device) for tensor in read)).to(logits.device)
 
 
 def selector_of(drafter: Any) -> CandidateSelector | None:

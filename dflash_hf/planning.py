@@ -292,9 +292,10 @@ def _activation_bytes(config: Any, args: DFlashTrainingArguments, slots: float, 
     layers = 1 if args.activation_checkpointing else config.num_hidden_layers
     kept = CHUNK_BYTES
     if isinstance(config, DFlash2DraftConfig):
-        # What convolutions read on both sides of the sublayers; the codebooks' gradients of a chunk and of all.
+        # What convolutions read on both sides of the sublayers; the codebooks' gradients of a chunk and of all, and
+        # that of a chunk's logits once more.
         per_slot += 12 * config.hidden_size if config.conv_kernel_size else 0
-        kept += 2 * 2 * 4 * config.vocab_size * config.selector_rank
+        kept += 2 * 2 * 4 * config.vocab_size * config.selector_rank + CHUNK_BYTES // 2
     # The context in fp32 with its noise, and each batch that waits in bf16.
     feature_bytes = features * (2 * 4 + 2 * (args.prefetch_depth + 1))
     return args.per_device_train_batch_size * (layers * per_slot * slots + feature_bytes) + kept

@@ -80,9 +80,8 @@ class SelectorTerms:
             candidates = candidates.scatter(-1, last, torch.where((counts & ~inside)[:, None], labels[:, None], kept))
         named = dict(zip(dict(self.selector.named_parameters()), weights, strict=True))
         before = self.predecessors.flatten()[index][:, None]
-        scores = functional_call(self.selector, named, (states, logits.gather(-1, candidates), candidates, before))[
-            :, 0
-        ]
+        given = (states, logits.gather(-1, candidates), candidates, before)
+        scores = functional_call(self.selector, named, given)[:, 0]
         log_q, is_label = scores.log_softmax(dim=-1), candidates == labels[:, None]
         losses = torch.where(is_label.any(dim=-1), -torch.where(is_label, log_q, 0.0).sum(dim=-1), OUTSIDE)
         terms = [losses]

@@ -30,6 +30,7 @@ from dflash_hf import (
 from dflash_hf.acceptance import walk_batch, walk_documents
 from dflash_hf.adapters import lora_config, merge_adapter
 from dflash_hf.checkpoint_format import GEOMETRY
+from dflash_hf.command_publish import main as publish
 from dflash_hf.command_train import main
 from dflash_hf.frozen_target import FrozenHead
 from dflash_hf.generation import check_drafter, speculative_generate_batch
@@ -188,6 +189,19 @@ def test_a_drafter_that_continues_is_changed_and_adapted_as_one_of_dflash(tmp_pa
     merged = merge_adapter(tmp_path / "run" / "checkpoint-2")
     merged.save_pretrained(tmp_path / "merged")
     assert type(merged) is DFlash2DraftModel and validate_checkpoint(tmp_path / "merged").ok
+
+
+def test_it_is_published_with_its_code(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    drafter = random_dflash2(layer_types=[FULL])
+    drafter.save_pretrained(tmp_path / "run")
+    publish(["--drafter", "run", "--repo_id", "me/tiny-DFlash2", "--base_model", "org/target"])
+    files = hub.repositories["me/tiny-DFlash2"].tree("main")
+    assert {"modeling_dflash2.py", "configuration_dflash2.py", "modeling_dflash.py"} <= set(files)
+    assert json.loads(files["config.json"])["auto_map"] == {"AutoModel": "modeling_dflash2.DFlash2DraftModel"}
+    loaded = DFlashDraftModel.from_pretrained("me/tiny-DFlash2")
+    expected = drafter.candidate_selector.successor_codebook.bfloat16()
+    assert type(loaded) is DFlash2DraftModel and torch.equal(loaded.candidate_selector.successor_codebook, expected)
 
 
 def test_a_target_that_scales_its_logits_differently_is_refused():

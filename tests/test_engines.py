@@ -7,6 +7,7 @@ build of 0.32.0 loses the temperature (its `_expand_kernel_impl` writes into a c
 measured on a GPU, by recipes/benchmark_serving.py.
 """
 
+import ast
 import contextlib
 import ctypes
 import json
@@ -23,6 +24,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_modeling_dflash2 import random_dflash2
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, read_completions, tokenize_completions
@@ -257,3 +259,29 @@ def test_evaluate_measures_the_server_and_prints_the_speed_up(drafters, target_p
         (report,) = results["servers"].values()
         assert report["per_request"] == bool(words) and 1 < report["acceptance_length"] < 8
         assert results["plain_tokens_per_second"] > 0 and (tmp_path / "results" / "acceptance.png").is_file()
+
+
+def test_vllms_own_arithmetic_of_dflash2_is_ours():
+    """Its pure torch functions, taken out of its source since it wants another transformers, in fp32 to 1e-5."""
+    (source,) = ENVIRONMENT.glob("lib/python*/site-packages/vllm/model_executor/models/qwen3_dflash2.py")
+    names: dict = {"torch": torch, "F": torch.nn.functional}
+    wanted = ("_grouped_conv", "_score_edges")
+    body = [node for node in ast.parse(source.read_text()).body if getattr(node, "name", "") in wanted]
+    exec(compile(ast.Module(body, []), str(source), "exec"), names)
+    drafter = random_dflash2(layer_types=["full_attention"])
+    conv, selector = drafter.layers[0].attention_conv, drafter.candidate_selector
+    x, y = torch.randn(2, 12, 32)
+    states, logits, anchors = torch.randn(3, 5, 32), torch.randn(3, 5, 50), torch.tensor([1, 2, 3])
+    with torch.no_grad():
+        delta = conv.kernel_projection(x).reshape(12, 2, 2, 4)
+        prepared, corrections = conv.prepare(x.view(3, 4, 32))
+        sides = prepared, conv.finish(y.view(3, 4, 32), corrections)
+        for side, (given, ours) in enumerate(zip((x, y), sides, strict=True)):
+            theirs = names["_grouped_conv"](given, delta[:, side], conv.base_kernel[side], 4, 4, 8, 2)
+            torch.testing.assert_close(ours.reshape(12, 32), theirs, rtol=0, atol=1e-5)
+        candidates = selector.candidates(logits)
+        unary, query = logits.gather(-1, candidates), selector.hidden_projection(states)
+        tables = selector.predecessor_codebook, selector.successor_codebook
+        theirs = names["_score_edges"](*tables, candidates, unary, query, anchors, 4)
+        before = torch.cat([anchors[:, None, None].expand(-1, 1, 4), candidates[:, :-1]], dim=1)
+        torch.testing.assert_close(selector(states, unary, candidates, before), theirs, rtol=0, atol=1e-5)

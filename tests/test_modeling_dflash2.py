@@ -244,6 +244,15 @@ def test_a_part_is_saved_under_a_name_that_no_server_has(tmp_path):
     assert [report.ok_for(reader) for reader in ("vLLM", "SGLang", "z-lab", "transformers")] == [False] * 3 + [True]
 
 
+def test_each_kind_of_drafter_says_which_it_is(folder, tmp_path):
+    random_drafter(layer_types=[FULL]).save_pretrained(tmp_path / "plain")
+    with refused(ValueError, "from_dflash"):
+        DFlash2DraftModel.from_pretrained(tmp_path / "plain")
+    with refused(ValueError, "DFlash 2"):
+        DFlash2DraftModel.from_dflash(folder[0])
+    assert type(DFlash2DraftModel.from_dflash(tmp_path / "plain", **SMALL)) is DFlash2DraftModel
+
+
 def status_of(path, rule):
     """Readers for which a rule is an error, and for which a warning."""
     report = validate_checkpoint(path)

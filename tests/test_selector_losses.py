@@ -7,8 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from naive import naive_divergence, naive_sums
+from test_losses import AcceleratorLabels
 
+from dflash_hf import losses
 from dflash_hf.losses import (
+    BlockSums,
     DecayedCrossEntropy,
     Distillation,
     DPace,
@@ -95,7 +98,7 @@ def decayed(k, logits, targets):
     return math.exp(-(k - 1) / 2)
 
 
-@pytest.mark.parametrize("chunk_blocks", [1, 3, 100])
+@pytest.mark.parametrize(("chunk_blocks", "kind"), [(1, torch.Tensor), (3, AcceleratorLabels), (100, torch.Tensor)])
 @pytest.mark.parametrize(
     ("inject", "cut_off", "divergence"),
     [
@@ -106,13 +109,18 @@ def decayed(k, logits, targets):
         (True, False, "kl"),
     ],
 )
-def test_values_and_gradients_equal_the_naive_twins(chunk_blocks, inject, cut_off, divergence):
+def test_values_and_gradients_equal_the_naive_twins(chunk_blocks, kind, inject, cut_off, divergence, monkeypatch):
+    monkeypatch.setattr(losses, "_compiled_slot_terms", lambda terms: terms)
     hidden, labels, anchors, head, states = make_batch()
     selector, base = make_selector(), DecayedCrossEntropy(2)
     objective = None if divergence is None else make_objective(divergence, BLOCK, 2, 0.5, "decay")
     terms = SelectorTerms(selector, true_predecessors(anchors, labels), 0.6, inject, cut_off, objective)
     target = None if divergence is None else states
-    loss, sums = frozen_head_loss(hidden, labels, head, base, VOCAB, chunk_blocks, target=target, selection=terms)
+    given = (hidden, labels.as_subclass(kind), head, base, VOCAB, chunk_blocks)
+    loss, values = (
+        t.as_subclass(torch.Tensor) if isinstance(t, torch.Tensor) else t.values.as_subclass(torch.Tensor)
+        for t in frozen_head_loss(*given, target=target, selection=terms)
+    )
     seen = hidden.detach() if cut_off else hidden
     own, rights = naive_selector(selector, seen, labels, anchors, head, states, decayed, inject, divergence)
     plain, normalizer = naive_sums(hidden, labels, head.weight, 2)
@@ -124,7 +132,7 @@ def test_values_and_gradients_equal_the_naive_twins(chunk_blocks, inject, cut_of
     for actual, expected in pairs:
         assert expected.abs().max() > 0
         torch.testing.assert_close(actual, expected)
-    metrics = sums.metrics()
+    metrics = BlockSums(values).metrics()
     assert metrics["selector_loss"] == pytest.approx(own.item() / normalizer)
     slots = [right for block in rights for right in block]
     shares = {"accuracy": 0, "accuracy_argmax": 1, "candidate_recall": 2}
