@@ -17,8 +17,8 @@ from dflash_hf.acceptance import measure_acceptance
 from dflash_hf.adapters import load_adapter, lora_config
 from dflash_hf.adapting import plain_drafter
 from dflash_hf.command_adapt import AdaptArguments, main, read_documents
-from dflash_hf.command_publish import main as publish
 from dflash_hf.model_card import read_facts, write_facts
+from dflash_hf.publishing import main as publish
 
 
 ROOT = Path(__file__).parents[1]
