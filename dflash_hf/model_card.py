@@ -498,7 +498,10 @@ def _metadata(repo_id: str, target: str | None, results: CardResults | None, opt
             metric_type="acceptance_length",
             metric_name="Acceptance length",
             metric_value=round(row.acceptance_length, 3),
-            metric_args=_metric_args(row),
+            metric_args={"num_prompts": row.number}
+            | (
+                {} if row.low is None or row.high is None else {"interval_95": [round(row.low, 3), round(row.high, 3)]}
+            ),
         )
         for row in (results.rows if results else ())
     ]
@@ -513,11 +516,3 @@ def _metadata(repo_id: str, target: str | None, results: CardResults | None, opt
         model_name=repo_id.split("/")[-1] if evaluations else None,
         eval_results=evaluations or None,
     )
-
-
-def _metric_args(row: ResultRow) -> dict[str, Any]:
-    """What a figure is of: the number of its prompts, and its interval where one was measured."""
-    told: dict[str, Any] = {"num_prompts": row.number}
-    if row.low is not None and row.high is not None:
-        told["interval_95"] = [round(row.low, 3), round(row.high, 3)]
-    return told

@@ -10,6 +10,7 @@ The access token comes from HF_TOKEN or `hf auth login`. A push that broke off i
 """
 
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -81,11 +83,9 @@ class Publication:
 
 
 def _size(number: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if number < 1000:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1000
-    return f"{number:.2f} GB"
+    """Bytes in words, such as "1.5 kB"."""
+    unit = min(int(math.log10(max(number, 1))) // 3, 3)
+    return f"{number / 1000**unit:.{(0, 1, 1, 2)[unit]}f} {('B', 'kB', 'MB', 'GB')[unit]}"
 
 
 def build_repository(
@@ -120,8 +120,11 @@ def build_repository(
             reader would not load the drafter.
     """
     folder, images = Path(folder), [Path(plot) for plot in plots]
-    check_repo_id(repo_id)
-    names = [*([] if results is None else [PLOT_NAME]), *(image.name for image in images)]
+    validate_repo_id(repo_id)
+    if "/" not in repo_id:
+        raise ValueError(f"repo_id={repo_id!r} has no owner, whom the card's commands name. Give OWNER/{repo_id}.")
+    has_plot = results is not None and find_spec("matplotlib") is not None
+    names = [*([PLOT_NAME] if has_plot else []), *(image.name for image in images)]
     for image in images:
         if image.suffix.lower() not in IMAGE_SUFFIXES or names.count(image.name) > 1:
             raise ValueError(
@@ -141,11 +144,10 @@ def build_repository(
             shutil.copy(image, folder)
         if card_results is not None:
             (folder / RESULTS_NAME).write_text(json.dumps(without_local_paths(results), indent=1) + "\n")
-            if find_spec("matplotlib") is None:
-                names.remove(PLOT_NAME)
-                logger.warning("The card has no plot of the acceptance: pip install matplotlib.")
-            else:
+            if has_plot:
                 plot_results(card_results, folder / PLOT_NAME, repo_id)
+            else:
+                logger.warning("The card has no plot of the acceptance: pip install matplotlib.")
         options = replace(options or CardOptions(), plots=names)
         model_card(read_folder(folder, repo_id), facts, card_results, options).save(folder / "README.md")
         report = validate_checkpoint(folder)
@@ -156,13 +158,6 @@ def build_repository(
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return Publication(folder, repo_id)
-
-
-def check_repo_id(repo_id: str) -> None:
-    """Raise a ValueError for what is not "OWNER/NAME"."""
-    validate_repo_id(repo_id)
-    if "/" not in repo_id:
-        raise ValueError(f"repo_id={repo_id!r} has no owner, whom the card's commands name. Give OWNER/{repo_id}.")
 
 
 def without_local_paths(value: Any) -> Any:
@@ -243,9 +238,7 @@ def publish(
     Raises:
         PublishError: Saying what is wrong and what to do. What has arrived is not sent a second time.
     """
-    repo_id, branch = publication.repo_id, revision or "main"
-    check_repo_id(repo_id)
-    api = HfApi(token=token)
+    repo_id, branch, api = publication.repo_id, revision or "main", HfApi(token=token)
     with _explained(repo_id, "Preparing"):
         # Another one's private repository looks as if it was not there; making it then says that the name is taken.
         api.create_repo(repo_id, private=private, exist_ok=True)
@@ -455,16 +448,9 @@ def push_run(
     shutil.rmtree(staging, ignore_errors=True)
     publication = build_publication(trainer, staging, repo_id, options)
 
-    def send() -> str:
-        return publish(
-            publication,
-            private=args.hub_private_repo if private is None else private,
-            revision=revision or args.hub_revision,
-            commit_message=commit_message,
-            tag=tag,
-            token=token,
-        )
-
+    private = args.hub_private_repo if private is None else private
+    sent: dict[str, Any] = {"private": private, "revision": revision or args.hub_revision, "tag": tag, "token": token}
+    send = partial(publish, publication, commit_message=commit_message, **sent)
     if not blocking:
         return _in_background(trainer, staging, send)
     try:

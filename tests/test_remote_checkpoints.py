@@ -102,8 +102,10 @@ def target():
     return dense_target()
 
 
-def patient(**overrides) -> RemoteCheckpointCallback:
-    return RemoteCheckpointCallback(ADDRESS, **{"first_wait": 0.05, "longest_wait": 0.1, **overrides})
+def patient(cls=RemoteCheckpointCallback, address=ADDRESS, **overrides) -> RemoteCheckpointCallback:
+    callback = cls(address)
+    vars(callback).update({"first_wait": 0.05, "longest_wait": 0.1, **overrides})
+    return callback
 
 
 def mirrored(folder, target, callback, **arguments):
@@ -166,7 +168,7 @@ def test_an_outage_in_the_middle_does_not_stop_training(store, target, tmp_path,
         def on_train_end(self, args, state, control, **kwargs):
             store.up()
 
-    callback = Outage(ADDRESS, first_wait=0.05, longest_wait=0.1)
+    callback = patient(Outage)
     trainer = mirrored(tmp_path, target, callback)
     trainer.train()
     assert trainer.state.global_step == 6 and callback.arrived[-1] == "checkpoint-6"
@@ -296,7 +298,7 @@ def test_a_store_that_hangs_is_not_waited_for_without_end(memory, target, tmp_pa
         return original(self, local, remote, **kwargs)
 
     monkeypatch.setattr(type(memory), "put_file", put_file)
-    trainer = mirrored(tmp_path, target, RemoteCheckpointCallback(MEMORY, stalled_after=0.5), max_steps=4)
+    trainer = mirrored(tmp_path, target, patient(address=MEMORY, stalled_after=0.5), max_steps=4)
     with refused(RemoteCheckpointError, "checkpoint-4", MEMORY):
         trainer.train()
     goes_on.set()
