@@ -75,6 +75,8 @@ input_ids = inputs["input_ids"]
 {body}
 print(tokenizer.decode(output_ids[0, input_ids.shape[1] :], skip_special_tokens=True))"""
 
+# Of a licence or a language.
+_CODE = re.compile(r"[a-z][a-z0-9.-]*(?:-[A-Z][A-Za-z]+)?")
 _REPO_ID = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*")
 
 
@@ -406,7 +408,12 @@ def model_card(
     adapted_from = options.adapted_from or facts.get("continued_from")
     for name, field in ((target, "base_model"), (adapted_from, "adapted_from")):
         if name is not None and hub_id(name) is None:
-            raise ValueError(f"{field}={name!r} is not a Hub id but a local path, which the card would name.")
+            raise ValueError(f"{field}={name!r} is not a Hub id such as OWNER/NAME. A card names no path or address.")
+    if target == checkpoint.name:
+        raise ValueError(f"base_model={target!r} is the drafter's own repository. Give the id of its target.")
+    for code in (options.license, *options.languages):
+        if code is not None and not _CODE.fullmatch(code):
+            raise ValueError(f"The Hub knows no licence or language {code!r}; give codes such as apache-2.0 and en.")
     if target is None:
         logger.warning("The card does not say how to serve the drafter, since its target is unknown: give base_model.")
     text: dict[str, Any] = _sizes(checkpoint) | {

@@ -28,14 +28,14 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import validate_repo_id
 from transformers.trainer_utils import HubStrategy
-from transformers.utils import hf_api, logging
+from transformers.utils import CONFIG_NAME, hf_api, logging
 from transformers.utils.hub import PushInProgress
 
 from .adapting import plain_drafter
 from .callbacks import first_nonfinite_parameter
 from .chats import describe
 from .checkpoint_files import is_adapter_folder
-from .checkpointing import STAGING_PREFIX
+from .checkpointing import STAGING_PREFIX, checkpoints_in
 from .cli import errors_in_one_line, parse_config
 from .model_card import (
     RESULTS_NAME,
@@ -525,6 +525,9 @@ def _build(args: PublishArguments, folder: Path) -> Publication:
         drafter = merge_adapter(source, args.base)
     elif args.base is not None:
         raise ValueError(f"base={args.base} is for the folder of an adapter, which {source} is not.")
+    elif checkpoints_in(source) and not (source / CONFIG_NAME).is_file():
+        newest = list(checkpoints_in(source).values())[-1]
+        raise ValueError(f"{source} holds checkpoints and no drafter of its own. Give one of them, such as {newest}.")
     else:
         drafter = DFlashDraftModel.from_pretrained(str(source))
     found = [path for path in sorted(source.glob("*.png")) if path.name != PLOT_NAME]

@@ -529,12 +529,27 @@ def test_dflash_hf_publish_shows_what_it_would_send_and_sends_it(hub, run, capsy
     assert "optimizer.pt" not in files and json.loads(files["results.json"]) == RESULTS and "curve.png" in files
 
 
-def test_what_fails_is_said_in_one_line(hub, run, monkeypatch):
-    words = ["--drafter", str(run), "--repo_id", REPO]
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "401"),
+        (["--base", "run"], "base"),
+        (["--adapted_from", "run"], "adapted_from"),
+        (["--base_model", "https://huggingface.co/org/target"], "OWNER/NAME"),
+        (["--base_model", REPO], REPO),
+        (["--license", "Apache 2.0"], "Apache 2.0"),
+        (["--languages", "en", "English"], "English"),
+        (["--drafter", "output"], "output/checkpoint-10"),
+        (["--results", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_n12_what_fails_is_said_in_one_line(hub, run, tmp_path, monkeypatch, words, said):
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    for more, said in (([], "401"), (["--base", str(run)], "base"), (["--adapted_from", str(run)], "adapted_from")):
-        with refused(SystemExit, said):
-            main([*words, *more])
+    for step in (9, 10):
+        shutil.copytree(run, tmp_path / "output" / f"checkpoint-{step}")
+    with refused(SystemExit, said):
+        main(["--drafter", str(run), "--repo_id", REPO, *words])
+    assert not hub.repositories
 
 
 def test_an_adapter_whose_base_has_moved_is_published_by_naming_it(run, adapter, tmp_path, capsys, monkeypatch):
