@@ -21,7 +21,7 @@ Files, in the order in which data flows:
   `remote_checkpoints`, `resuming`, `trainer`, `planning` (a run before its first step), `command_adapt`;
 - decoding: `generation`, `prompts`, `serving` (vLLM and SGLang servers), `acceptance`, `command_generate` (the target
   answers prompts), `command_evaluate` (what drafters save);
-- to the Hub: `model_card` (facts and results of a run), `publishing`, `command_publish`;
+- to the Hub: `model_card` (facts and results of a run), `publishing`;
 - `cli`: options from the command line and YAML; `commands` (`dflash-hf`), `command_train` (its `train` and `plan`).
 """
 

@@ -107,10 +107,8 @@ def manifest_problems(folder: str | Path) -> list[str]:
         files = files_of(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return [f"it has no {MANIFEST_NAME}, which is written last"]
-    except ValueError:
-        return [f"its {MANIFEST_NAME} cannot be read"]
-    except OSError as error:
-        return [f"its {MANIFEST_NAME} cannot be read ({error.strerror})"]
+    except (OSError, ValueError) as error:
+        return [f"its {MANIFEST_NAME} cannot be read ({error})"]
     return [f"{name} {found}" for name, entry in files.items() if (found := _problem(path.parent / name, entry))]
 
 
@@ -198,10 +196,8 @@ def rotate(trainer: Trainer, run_dir: Path, is_over: bool = False) -> None:
     newest = None if is_over else state.global_step
     old = [path for step, path in folders.items() if step != newest and path != best]
     for folder in old[: max(0, len(folders) - limit)]:
-        shutil.rmtree(folder, ignore_errors=True)
         # The new checkpoint is there, and other ranks would wait for one that stops here.
-        if folder.exists():
-            logger.warning(f"The old checkpoint {folder} could not be deleted, or not all of it.")
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def checkpoint_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, only_model: bool) -> int:

@@ -67,8 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         trainer.save_model()
         after = trainer.evaluate() if has_evaluation else None
         if args.process_index == 0:
-            save_merged(trainer, Path(args.output_dir))
-            report(before, after, Path(args.output_dir))
+            report(trainer, before, after)
 
 
 def make_trainer(adapt: AdaptArguments, args: DFlashTrainingArguments) -> tuple[DFlashTrainer, bool]:
@@ -76,7 +75,12 @@ def make_trainer(adapt: AdaptArguments, args: DFlashTrainingArguments) -> tuple[
     check_push(args)
     settle_objective(args, adapt.drafter)
     drafter = DFlashDraftModel.from_pretrained(adapt.drafter)
-    peft_config = adapter_of(adapt)
+    peft_config = None
+    if adapt.lora_rank:
+        from .adapters import lora_config  # needs peft
+
+        modules = {} if adapt.lora_modules is None else {"target_modules": adapt.lora_modules}
+        peft_config = lora_config(adapt.lora_rank, adapt.lora_alpha, **modules)
     check_part(drafter, peft_config, args.trainable_modules)
     tokenizer = AutoTokenizer.from_pretrained(adapt.target)
     train_documents, eval_documents = read_documents(adapt, args, tokenizer)
@@ -95,16 +99,6 @@ def make_trainer(adapt: AdaptArguments, args: DFlashTrainingArguments) -> tuple[
     return trainer, eval_documents is not None
 
 
-def adapter_of(adapt: AdaptArguments) -> Any:
-    """The configuration of the adapter, or None where the drafter itself is trained."""
-    if adapt.lora_rank == 0:
-        return None
-    from .adapters import lora_config  # needs peft
-
-    modules = {} if adapt.lora_modules is None else {"target_modules": adapt.lora_modules}
-    return lora_config(adapt.lora_rank, adapt.lora_alpha, **modules)
-
-
 def read_documents(
     adapt: AdaptArguments, args: DFlashTrainingArguments, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Dataset, Dataset | None]:
@@ -119,19 +113,15 @@ def read_documents(
     return documents(adapt.documents), None
 
 
-def save_merged(trainer: DFlashTrainer, folder: Path) -> None:
-    """The new drafter as servers load it, with what the run knows of itself."""
-    merged = plain_drafter(trainer.accelerator.unwrap_model(trainer.model))
-    merged.save_pretrained(folder / "merged", dtype=torch.bfloat16)
-    shutil.copy(folder / FACTS_NAME, folder / "merged")
-
-
-def report(before: dict[str, Any] | None, after: dict[str, Any] | None, folder: Path) -> None:
-    """Print the acceptance before and after and write both down."""
+def report(trainer: DFlashTrainer, before: dict[str, Any] | None, after: dict[str, Any] | None) -> None:
+    """Save the new drafter as servers load it, with what the run knows of itself; tell the acceptance."""
+    folder = Path(str(trainer.args.output_dir))
+    merged = folder / "merged"
+    plain_drafter(trainer.accelerator.unwrap_model(trainer.model)).save_pretrained(merged, dtype=torch.bfloat16)
+    shutil.copy(folder / FACTS_NAME, merged)
     if before is not None and after is not None:
         (folder / "adaptation.json").write_text(json.dumps({"before": before, "after": after}, indent=1) + "\n")
         print("\n| on the evaluation documents | before | after |\n|---|---|---|")
         for name, label in (("eval_acceptance_length", "acceptance length"), ("eval_loss", "loss")):
             print(f"| {label} | {before[name]:.3f} | {after[name]:.3f} |")
-    merged = folder / "merged"
     print(f"\nThe new drafter is in {merged}; next: dflash-hf evaluate --drafters {merged} ...")

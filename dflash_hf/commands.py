@@ -100,7 +100,7 @@ def _function(command: str) -> Callable[[Sequence[str]], int | None]:
 
             return adapt
         case "publish":
-            from .command_publish import main as publish
+            from .publishing import main as publish
 
             return publish
         case _:

@@ -75,6 +75,8 @@ input_ids = inputs["input_ids"]
 {body}
 print(tokenizer.decode(output_ids[0, input_ids.shape[1] :], skip_special_tokens=True))"""
 
+# Of a licence or a language.
+_CODE = re.compile(r"[a-z][a-z0-9.-]*(?:-[A-Z][A-Za-z]+)?")
 _REPO_ID = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*")
 
 
@@ -406,7 +408,12 @@ def model_card(
     adapted_from = options.adapted_from or facts.get("continued_from")
     for name, field in ((target, "base_model"), (adapted_from, "adapted_from")):
         if name is not None and hub_id(name) is None:
-            raise ValueError(f"{field}={name!r} is not a Hub id but a local path, which the card would name.")
+            raise ValueError(f"{field}={name!r} is not a Hub id such as OWNER/NAME. A card names no path or address.")
+    if target == checkpoint.name:
+        raise ValueError(f"base_model={target!r} is the drafter's own repository. Give the id of its target.")
+    for code in (options.license, *options.languages):
+        if code is not None and not _CODE.fullmatch(code):
+            raise ValueError(f"The Hub knows no licence or language {code!r}; give codes such as apache-2.0 and en.")
     if target is None:
         logger.warning("The card does not say how to serve the drafter, since its target is unknown: give base_model.")
     text: dict[str, Any] = _sizes(checkpoint) | {
@@ -498,7 +505,10 @@ def _metadata(repo_id: str, target: str | None, results: CardResults | None, opt
             metric_type="acceptance_length",
             metric_name="Acceptance length",
             metric_value=round(row.acceptance_length, 3),
-            metric_args=_metric_args(row),
+            metric_args={"num_prompts": row.number}
+            | (
+                {} if row.low is None or row.high is None else {"interval_95": [round(row.low, 3), round(row.high, 3)]}
+            ),
         )
         for row in (results.rows if results else ())
     ]
@@ -513,11 +523,3 @@ def _metadata(repo_id: str, target: str | None, results: CardResults | None, opt
         model_name=repo_id.split("/")[-1] if evaluations else None,
         eval_results=evaluations or None,
     )
-
-
-def _metric_args(row: ResultRow) -> dict[str, Any]:
-    """What a figure is of: the number of its prompts, and its interval where one was measured."""
-    told: dict[str, Any] = {"num_prompts": row.number}
-    if row.low is not None and row.high is not None:
-        told["interval_95"] = [round(row.low, 3), round(row.high, 3)]
-    return told

@@ -2,16 +2,23 @@
 """From a trained drafter to a repository of the Hub: its files, checked, in one commit, and the trainer's own pushes.
 
 Nothing is sent that a server would not load, and neither a local path nor a secret.
+
+    dflash-hf publish --drafter outputs/drafter --repo_id OWNER/NAME --dry_run true
+    dflash-hf publish --drafter outputs/drafter --repo_id OWNER/NAME --base_model Qwen/Qwen3.6-27B
+
+The access token comes from HF_TOKEN or `hf auth login`. A push that broke off is resumed by the same command.
 """
 
 import json
+import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,17 +28,19 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import validate_repo_id
 from transformers.trainer_utils import HubStrategy
-from transformers.utils import hf_api, logging
+from transformers.utils import CONFIG_NAME, hf_api, logging
 from transformers.utils.hub import PushInProgress
 
 from .adapting import plain_drafter
 from .callbacks import first_nonfinite_parameter
 from .chats import describe
 from .checkpoint_files import is_adapter_folder
-from .checkpointing import STAGING_PREFIX
+from .checkpointing import STAGING_PREFIX, checkpoints_in
+from .cli import errors_in_one_line, parse_config
 from .model_card import (
     RESULTS_NAME,
     CardOptions,
+    load_results,
     model_card,
     plot_results,
     read_facts,
@@ -74,11 +83,9 @@ class Publication:
 
 
 def _size(number: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if number < 1000:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1000
-    return f"{number:.2f} GB"
+    """Bytes in words, such as "1.5 kB"."""
+    unit = min(int(math.log10(max(number, 1))) // 3, 3)
+    return f"{number / 1000**unit:.{(0, 1, 1, 2)[unit]}f} {('B', 'kB', 'MB', 'GB')[unit]}"
 
 
 def build_repository(
@@ -113,8 +120,11 @@ def build_repository(
             reader would not load the drafter.
     """
     folder, images = Path(folder), [Path(plot) for plot in plots]
-    check_repo_id(repo_id)
-    names = [*([] if results is None else [PLOT_NAME]), *(image.name for image in images)]
+    validate_repo_id(repo_id)
+    if "/" not in repo_id:
+        raise ValueError(f"repo_id={repo_id!r} has no owner, whom the card's commands name. Give OWNER/{repo_id}.")
+    has_plot = results is not None and find_spec("matplotlib") is not None
+    names = [*([PLOT_NAME] if has_plot else []), *(image.name for image in images)]
     for image in images:
         if image.suffix.lower() not in IMAGE_SUFFIXES or names.count(image.name) > 1:
             raise ValueError(
@@ -134,11 +144,10 @@ def build_repository(
             shutil.copy(image, folder)
         if card_results is not None:
             (folder / RESULTS_NAME).write_text(json.dumps(without_local_paths(results), indent=1) + "\n")
-            if find_spec("matplotlib") is None:
-                names.remove(PLOT_NAME)
-                logger.warning("The card has no plot of the acceptance: pip install matplotlib.")
-            else:
+            if has_plot:
                 plot_results(card_results, folder / PLOT_NAME, repo_id)
+            else:
+                logger.warning("The card has no plot of the acceptance: pip install matplotlib.")
         options = replace(options or CardOptions(), plots=names)
         model_card(read_folder(folder, repo_id), facts, card_results, options).save(folder / "README.md")
         report = validate_checkpoint(folder)
@@ -149,13 +158,6 @@ def build_repository(
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return Publication(folder, repo_id)
-
-
-def check_repo_id(repo_id: str) -> None:
-    """Raise a ValueError for what is not "OWNER/NAME"."""
-    validate_repo_id(repo_id)
-    if "/" not in repo_id:
-        raise ValueError(f"repo_id={repo_id!r} has no owner, whom the card's commands name. Give OWNER/{repo_id}.")
 
 
 def without_local_paths(value: Any) -> Any:
@@ -236,9 +238,7 @@ def publish(
     Raises:
         PublishError: Saying what is wrong and what to do. What has arrived is not sent a second time.
     """
-    repo_id, branch = publication.repo_id, revision or "main"
-    check_repo_id(repo_id)
-    api = HfApi(token=token)
+    repo_id, branch, api = publication.repo_id, revision or "main", HfApi(token=token)
     with _explained(repo_id, "Preparing"):
         # Another one's private repository looks as if it was not there; making it then says that the name is taken.
         api.create_repo(repo_id, private=private, exist_ok=True)
@@ -448,16 +448,9 @@ def push_run(
     shutil.rmtree(staging, ignore_errors=True)
     publication = build_publication(trainer, staging, repo_id, options)
 
-    def send() -> str:
-        return publish(
-            publication,
-            private=args.hub_private_repo if private is None else private,
-            revision=revision or args.hub_revision,
-            commit_message=commit_message,
-            tag=tag,
-            token=token,
-        )
-
+    private = args.hub_private_repo if private is None else private
+    sent: dict[str, Any] = {"private": private, "revision": revision or args.hub_revision, "tag": tag, "token": token}
+    send = partial(publish, publication, commit_message=commit_message, **sent)
     if not blocking:
         return _in_background(trainer, staging, send)
     try:
@@ -468,3 +461,92 @@ def push_run(
 
 # The drafter's file is published as remote code, so it cannot import this one.
 DFlashDraftModel.publisher = push_drafter
+
+
+# --- The command.
+
+
+@dataclass
+class PublishArguments:
+    drafter: str = field(metadata={"help": "Folder of the drafter, or of an adapter, which is merged."})
+    repo_id: str = field(metadata={"help": "Repository on the Hub, OWNER/NAME."})
+    base: str | None = field(
+        default=None, metadata={"help": "Drafter of an adapter, where it is no longer where the adapter says."}
+    )
+    base_model: str | None = field(
+        default=None, metadata={"help": "Hub id of the target; by default the one that the run recorded."}
+    )
+    adapted_from: str | None = field(
+        default=None, metadata={"help": "Hub id of the drafter it was adapted from; by default the recorded one."}
+    )
+    results: str | None = field(
+        default=None, metadata={"help": "results.json of `dflash-hf evaluate`; by default that in the folder."}
+    )
+    results_drafter: str | None = field(
+        default=None, metadata={"help": "Name of the drafter in the results, where they are of several."}
+    )
+    plots: list[str] | None = field(default=None, metadata={"help": "Images; by default those in the folder."})
+    license: str | None = field(default=None, metadata={"help": "Licence of the drafter, such as apache-2.0."})
+    languages: list[str] | None = field(default=None, metadata={"help": "Languages of the training data: en de."})
+    limits: list[str] | None = field(default=None, metadata={"help": "Further limits for the card, a sentence each."})
+    private: bool | None = field(default=None, metadata={"help": "Whether a new repository is private."})
+    revision: str | None = field(default=None, metadata={"help": "Branch; main if unset."})
+    commit_message: str = field(default="Upload drafter", metadata={"help": "First line of the commit."})
+    tag: str | None = field(default=None, metadata={"help": "Tag of the commit."})
+    keep_card: bool = field(default=False, metadata={"help": "Leave the card that the repository has."})
+    fp32: bool = field(default=False, metadata={"help": "Add the weights in fp32, in a folder of their own."})
+    dry_run: bool = field(default=False, metadata={"help": "Show the files and the card, and send nothing."})
+    output_dir: str | None = field(default=None, metadata={"help": "Keep the repository's files in this new folder."})
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Build the repository, show it, and send it unless this is a dry run."""
+    description = (
+        "Publish a trained drafter on the Hub: bf16 weights, code, card, results and plots, checked and in one commit."
+    )
+    sent = ("private", "revision", "commit_message", "tag", "keep_card")
+    with tempfile.TemporaryDirectory() as temporary, errors_in_one_line("dflash-hf publish"):
+        (args,) = parse_config(PublishArguments, argv, description=description, prog="dflash-hf publish")
+        publication = _build(args, Path(args.output_dir or temporary))
+        print(publication)
+        if args.dry_run:
+            card = (publication.folder / "README.md").read_text(encoding="utf-8")
+            print(f"\n{card}\nNothing was sent (dry_run).")
+        else:
+            print(f"Published: {publish(publication, **{name: vars(args)[name] for name in sent})}")
+
+
+def _build(args: PublishArguments, folder: Path) -> Publication:
+    """All files of the repository."""
+    source = Path(args.drafter)
+    if is_adapter_folder(source):
+        from .adapters import merge_adapter  # needs peft
+
+        drafter = merge_adapter(source, args.base)
+    elif args.base is not None:
+        raise ValueError(f"base={args.base} is for the folder of an adapter, which {source} is not.")
+    elif checkpoints_in(source) and not (source / CONFIG_NAME).is_file():
+        newest = list(checkpoints_in(source).values())[-1]
+        raise ValueError(f"{source} holds checkpoints and no drafter of its own. Give one of them, such as {newest}.")
+    else:
+        drafter = DFlashDraftModel.from_pretrained(str(source))
+    found = [path for path in sorted(source.glob("*.png")) if path.name != PLOT_NAME]
+    return build_repository(
+        drafter,
+        folder,
+        args.repo_id,
+        facts=read_facts(source),
+        results=load_results(Path(args.results), args.results_drafter)
+        if args.results
+        else recorded_results(source, args.results_drafter),
+        results_drafter=args.results_drafter,
+        plots=found if args.plots is None else args.plots,
+        options=CardOptions(
+            base_model=args.base_model,
+            adapted_from=args.adapted_from,
+            license=args.license,
+            languages=args.languages or (),
+            limits=args.limits or (),
+        ),
+        fp32=args.fp32,
+    )

@@ -147,23 +147,16 @@ class RemoteCheckpointCallback(TrainerCallback):
 
     Args:
         address (`str`): Such as `s3://bucket/run`; without credentials.
-        first_wait, longest_wait (`float`): Seconds before a copy is tried again: doubled from the first on.
-        final_attempts (`int`): Tries of the last checkpoint once training has ended.
-        stalled_after (`float`): Seconds without any byte going, after training has ended, that end the waiting.
     """
 
-    def __init__(
-        self,
-        address: str,
-        first_wait: float = 1.0,
-        longest_wait: float = 60.0,
-        final_attempts: int = 5,
-        stalled_after: float = 900.0,
-    ):
+    # Seconds before a copy is tried again: doubled from the first on.
+    first_wait, longest_wait = 1.0, 60.0
+    # Tries of the last checkpoint once training has ended, and seconds without any byte going that end the waiting.
+    final_attempts, stalled_after = 5, 900.0
+
+    def __init__(self, address: str):
         check_address(address)
-        self.address = address.rstrip("/")
-        self.first_wait, self.longest_wait, self.final_attempts = first_wait, longest_wait, final_attempts
-        self.stalled_after, self._last_progress = stalled_after, 0.0
+        self.address, self._last_progress = address.rstrip("/"), 0.0
         self.arrived: list[str] = []
         self.missing: str | None = None
         # Snapshots: hard links in a folder of their own, so that the checkpoint may be rotated away meanwhile.

@@ -311,7 +311,13 @@ def resume_folder(
         folder = fetch_checkpoint(str(resume), output_dir)
     else:
         folder = _given(Path(resume))
-    _check_states(folder)
+    # Trainer would start them anew in silence.
+    missing = [n for n in (TRAINER_STATE_NAME, OPTIMIZER_NAME, SCHEDULER_NAME) if not (folder / n).exists()]
+    if missing:
+        raise ValueError(
+            f"The checkpoint {folder} has no {', '.join(missing)} (save_only_model leaves them out). Take another "
+            "one, or start a new run from its drafter (model=FOLDER, without resume_from_checkpoint)."
+        )
     check_record(folder, record, args.allow_resume_changes or [])
     return folder
 
@@ -359,16 +365,6 @@ def _given(folder: Path) -> Path:
     if problems:
         logger.warning(f"{folder} has no {MANIFEST_NAME}; whether it is complete is unknown.")
     return folder
-
-
-def _check_states(folder: Path) -> None:
-    """Refuse a checkpoint without the run's states, which Trainer would start anew in silence."""
-    missing = [n for n in (TRAINER_STATE_NAME, OPTIMIZER_NAME, SCHEDULER_NAME) if not (folder / n).exists()]
-    if missing:
-        raise ValueError(
-            f"The checkpoint {folder} has no {', '.join(missing)} (save_only_model leaves them out). Take another "
-            "one, or start a new run from its drafter (model=FOLDER, without resume_from_checkpoint)."
-        )
 
 
 @contextmanager

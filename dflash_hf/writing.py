@@ -20,7 +20,6 @@ logger = logging.get_logger(__name__)
 # Neither Trainer nor a push to the Hub looks at a folder of this name.
 ASIDE_PREFIX = "_incomplete-"
 REPLACED_PREFIX = f"{ASIDE_PREFIX}replaced-"
-LOCK_SUFFIX = ".lock"
 
 
 class AnotherWriterError(OSError):
@@ -36,7 +35,7 @@ def only_writer(path: str | Path, name: str) -> Iterator[None]:
     """
     path = Path(path)
     # A marker in place of a lock would outlive a killed run, and keep out the one that goes on from it elsewhere.
-    lock = FileLock(path / LOCK_SUFFIX if path.is_dir() else f"{path}{LOCK_SUFFIX}", fallback_to_soft=False)
+    lock = FileLock(path / ".lock" if path.is_dir() else f"{path}.lock", fallback_to_soft=False)
     try:
         lock.acquire(timeout=0)
     except OSError as error:
@@ -128,11 +127,10 @@ def _flush(path: Path) -> None:
 
 
 def linked_copy(folder: Path, copy: Path) -> Path:
-    """Hard links to the files of a checkpoint, which stay when it is deleted; `copy` does not exist yet."""
+    """Hard links to a checkpoint's files, which stay when it is deleted, or copies; `copy` does not exist yet."""
     try:
-        shutil.copytree(folder, copy, copy_function=os.link)
+        return shutil.copytree(folder, copy, copy_function=os.link)
+    # A disk without hard links.
     except OSError:
-        logger.warning(f"The disk of {folder.parent} has no hard links: each upload takes a copy of the checkpoint.")
         shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(folder, copy)
-    return copy
+        return shutil.copytree(folder, copy)

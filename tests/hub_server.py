@@ -29,6 +29,13 @@ class Repository:
         named = {**self.tags, **self.branches}
         return named.get(revision) or next((oid for oid, *_ in self.commits if oid == revision), None)
 
+    def known(self, revision: str) -> str:
+        """The commit of a revision, or the Hub's own error."""
+        oid = self.oid(revision)
+        if oid is None:
+            raise Answer(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        return oid
+
     def tree(self, revision: str = "main") -> dict[str, bytes]:
         oid = self.oid(revision)
         return next((tree for name, _, tree in self.commits if name == oid), {})
@@ -91,35 +98,21 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args):
         pass
 
-    def do_GET(self):
-        self.answer("GET")
-
-    def do_HEAD(self):
-        self.answer("HEAD")
-
-    def do_POST(self):
-        self.answer("POST")
-
-    def do_PUT(self):
-        self.answer("PUT")
-
-    def answer(self, method: str) -> None:
-        path = unquote(urlsplit(self.path).path)
+    def answer(self) -> None:
+        method, path = self.command, unquote(urlsplit(self.path).path)
         self.server.may_go_on.wait(30)
         with self.server.lock:
             self.server.calls.append((method, path))
-        for (failing, part), what in list(self.server.fail.items()):
-            if failing == method and part in path:
-                if what == "cut":
-                    self.rfile.read(int(self.headers.get("Content-Length", 0)) // 2)
-                    self.close_connection = True
-                    self.connection.close()
-                    return
-                self.read()
-                self.send_json({"error": "broken on purpose"}, int(what))
-                return
+        failing = [what for (verb, part), what in self.server.fail.items() if verb == method and part in path]
+        if failing == ["cut"]:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)) // 2)
+            self.close_connection = True
+            self.connection.close()
+            return
         body = self.read()
         try:
+            if failing:
+                raise Answer(int(failing[0]), "broken on purpose")
             for verb, pattern, handle in ROUTES:
                 found = re.fullmatch(pattern, path)
                 if verb == method and found:
@@ -128,6 +121,8 @@ class Handler(BaseHTTPRequestHandler):
             raise Answer(404, f"no route for {method} {path}")
         except Answer as error:
             self.send_json({"error": error.message}, error.status, error.code)
+
+    do_GET = do_HEAD = do_POST = do_PUT = answer
 
     def read(self) -> bytes:
         if self.headers.get("Transfer-Encoding") == "chunked":
@@ -201,9 +196,7 @@ def create(self, body):
 
 def info(self, body, name, revision=None):
     repository = self.repository(name)
-    oid = repository.oid(revision or "main")
-    if oid is None:
-        raise Answer(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+    oid = repository.known(revision or "main")
     siblings = [{"rfilename": path} for path in repository.tree(oid)]
     self.send_json({"id": name, "sha": oid, "private": repository.private, "siblings": siblings, "tags": []})
 
@@ -223,11 +216,14 @@ def is_large(path: str) -> bool:
     return path.endswith((".safetensors", ".png"))
 
 
+def etag_of(path: str, content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest() if is_large(path) else git_oid(content)
+
+
 def tree(self, body, name, revision, folder=None):
     repository = self.repository(name)
-    if repository.oid(revision) is None:
-        raise Answer(404, f"Invalid rev id: {revision}", "RevisionNotFound")
-    self.send_json([entry(path, content) for path, content in repository.tree(revision).items()])
+    oid = repository.known(revision)
+    self.send_json([entry(path, content) for path, content in repository.tree(oid).items()])
 
 
 def refs(self, body, name):
@@ -257,27 +253,20 @@ def validate_yaml(self, body):
     content = json.loads(body)["content"]
     found = re.match(r"---\n(.*?)\n---\n", content, re.DOTALL)
     data = yaml.safe_load(found[1]) if found else None
-    errors = [] if isinstance(data, dict) else [{"message": "no metadata"}]
-    errors += [
-        {"message": f"{k} must be a string"}
-        for k in ("license", "library_name")
-        if not isinstance((data or {}).get(k, ""), str)
-    ]
+    texts = [(data or {}).get(name, "") for name in ("license", "library_name")]
+    is_valid = isinstance(data, dict) and all(isinstance(text, str) for text in texts)
+    errors = [] if is_valid else [{"message": "no metadata, or a licence or library that is no text"}]
     self.send_json({"errors": errors, "warnings": []}, 400 if errors else 200)
 
 
 def preupload(self, body, name, revision):
     repository = self.repository(name, write=True)
-    if repository.oid(revision) is None:
-        raise Answer(404, f"Invalid rev id: {revision}", "RevisionNotFound")
-    present = repository.tree(revision)
+    present = repository.tree(repository.known(revision))
     files = []
     for file in json.loads(body)["files"]:
         path = file["path"]
+        oid = etag_of(path, present[path]) if path in present else None
         mode = "lfs" if is_large(path) else "regular"
-        oid = None
-        if path in present:
-            oid = hashlib.sha256(present[path]).hexdigest() if mode == "lfs" else git_oid(present[path])
         files.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
     self.send_json({"files": files})
 
@@ -336,21 +325,16 @@ def commit(self, body, name, revision):
 
 def resolve(self, body, name, revision, path):
     repository = self.repository(name)
-    oid = repository.oid(revision)
-    if oid is None:
-        raise Answer(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+    oid = repository.known(revision)
     files = repository.tree(oid)
     headers = {"X-Repo-Commit": oid, "Accept-Ranges": "bytes"}
     if path not in files:
         self.send(b"", 404, {"X-Error-Code": "EntryNotFound", **headers})
         return
     content = files[path]
-    large = is_large(path)
-    etag = hashlib.sha256(content).hexdigest() if large else git_oid(content)
-    headers |= {
-        "ETag": f'"{etag}"',
-        **({"X-Linked-Size": str(len(content)), "X-Linked-Etag": f'"{etag}"'} if large else {}),
-    }
+    headers["ETag"] = etag = f'"{etag_of(path, content)}"'
+    if is_large(path):
+        headers |= {"X-Linked-Size": str(len(content)), "X-Linked-Etag": etag}
     asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
     if asked:
         first, last = int(asked[1]), int(asked[2] or len(content) - 1)

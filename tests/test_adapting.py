@@ -2,18 +2,18 @@
 """Continuing a drafter: named changes, checks of target and tokenizer, and no loss of what it had learned."""
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 
 import datasets
 import pytest
 import torch
 import yaml
-from naive import naive_drafter, naive_mask, random_drafter
+from naive import naive_drafter, random_drafter
 from published import QWEN36_27B, small, small_tensors, write_folder
 from runs import make_trainer
 from safetensors.torch import load_file
 from tiny import MASK_TOKEN_ID, VOCAB_SIZE, byte_tokenizer, dense_target, refused, tiny_drafter
-from transformers import TrainerCallback
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, FrozenTarget
 from dflash_hf.adapting import adapt, check_continuing
@@ -92,22 +92,14 @@ def test_added_taps_change_nothing_at_first(taps):
     torch.testing.assert_close(hidden_states(changed, after, noise), expected, rtol=0, atol=1e-5)
 
 
-def test_kept_columns_move_with_their_tap_and_dropped_ones_go():
-    drafter = random_drafter(**RANDOM)
-    _, second = drafter.fc.weight.split(32, dim=1)
-    changed = adapt(drafter, target_layer_ids=[0, 3])
-    new, moved = changed.fc.weight.split(32, dim=1)
+def test_kept_columns_move_with_their_tap_and_new_ones_learn(tmp_path, target):
+    drafter = tiny_drafter(target, target_layer_ids=[1, 3])
+    _, second = drafter.fc.weight.split(64, dim=1)
+    drafter = adapt(adapt(drafter, target_layer_ids=[0, 3]), target_layer_ids=[2, 3], block_size=8)
+    new, moved = drafter.fc.weight.split(64, dim=1)
     assert torch.equal(moved, second) and not new.any()
-    back = adapt(changed, target_layer_ids=[1, 3]).fc.weight.split(32, dim=1)
-    assert torch.equal(back[1], second) and not back[0].any()
-
-
-def test_new_columns_learn_in_a_trainer(tmp_path, target):
-    drafter = tiny_drafter(target)
-    drafter = adapt(drafter, target_layer_ids=sorted({*drafter.config.target_layer_ids, 2}), block_size=8)
     make_trainer(tmp_path, target, drafter=drafter, max_steps=1, save_strategy="no").train()
-    new = drafter.config.target_layer_ids.index(2)
-    assert drafter.fc.weight.split(64, dim=1)[new].abs().min() > 0
+    assert drafter.fc.weight.split(64, dim=1)[0].abs().min() > 0
 
 
 def test_adapt_changes_what_is_given_and_says_so(caplog):
@@ -143,19 +135,15 @@ def test_dtype_mode_causality_and_model_type_stay(tmp_path, is_causal):
     "changes",
     [{"block_size": 1}, {"block_size": 9}, {"block_size": True}, {"block_size": "8"}, {"sliding_window": 3},
      {"sliding_window": 0}, {"target_layer_ids": []}, {"target_layer_ids": [0, 2]}, {"target_layer_ids": [3, 1]},
-     {"target_layer_ids": [1, 5]}, {"target_layer_ids": [1, 2.0]}],
+     {"target_layer_ids": [1, 5]}, {"target_layer_ids": [1, 2.0]}, {"sliding_window": 64}],
     ids=str,
 )  # fmt: skip
 def test_nonsense_is_refused(changes):
-    drafter = random_drafter(**RANDOM)
+    """A window needs a sliding layer."""
+    drafter = random_drafter([FULL]) if changes == {"sliding_window": 64} else random_drafter(**RANDOM)
     with refused(ValueError, *changes):
         adapt(drafter, **changes)
-    assert (drafter.config.block_size, drafter.config.sliding_window) == (4, 8)
-
-
-def test_a_window_needs_a_sliding_layer():
-    with refused(ValueError, "sliding_window=64", "layer_types"):
-        adapt(random_drafter([FULL]), sliding_window=64)
+    assert drafter.config.block_size == 4
 
 
 # --- Target and tokenizer.
@@ -190,47 +178,36 @@ def test_a_drafter_for_another_target_is_refused(frozen, overrides, name):
 @pytest.mark.parametrize(
     ("mask", "use"),
     [(65, "ordinary text"), (256, "chat template"), (257, "bos"), (258, "eos"), (259, "pad"), (260, "ordinary text"),
-     (261, None), (VOCAB_SIZE - 1, None)],
+     (265, "eos_token_id"), (261, None), (VOCAB_SIZE - 1, None)],
 )  # fmt: skip
 @pytest.mark.parametrize("named_templates", [False, True])
-def test_the_mask_must_be_a_token_that_texts_do_not_use(frozen, mask, use, named_templates):
-    tokenizer = byte_tokenizer()
+def test_the_mask_must_be_a_token_that_texts_do_not_use(mask, use, named_templates):
+    """Nor may it end the target's texts, by a list of its own."""
+    model = dense_target()
+    model.generation_config.eos_token_id = [258, 265]
+    frozen, tokenizer = FrozenTarget(model, [1, 3]), byte_tokenizer()
     tokenizer.add_tokens(["<|plain|>"])
     tokenizer.add_tokens(["<|reserved|>"], special_tokens=True)
     template = tokenizer.chat_template + "<|endoftext|>"
     tokenizer.chat_template = {"default": "{{ 0 }}", "tool_use": template} if named_templates else template
-    config = config_for(frozen, mask_token_id=mask)
-    if use is None:
-        check_continuing(config, frozen, tokenizer)
-        return
-    with refused(ValueError, f"mask_token_id={mask}", use):
-        check_continuing(config, frozen, tokenizer)
+    with nullcontext() if use is None else refused(ValueError, f"mask_token_id={mask}", use):
+        check_continuing(config_for(frozen, mask_token_id=mask), frozen, tokenizer)
 
 
-def test_the_mask_must_not_end_the_targets_texts():
-    model = dense_target()
-    model.generation_config.eos_token_id = [258, 265]
-    frozen = FrozenTarget(model, [1, 3])
-    with refused(ValueError, "mask_token_id=265", "eos_token_id"):
-        check_continuing(config_for(frozen, mask_token_id=265), frozen)
-
-
-@pytest.mark.parametrize("kind", ["list", "dataset", "shuffled", "packed"])
+@pytest.mark.parametrize("kind", ["list", "shuffled", "packed"])
 def test_the_mask_must_not_occur_in_the_documents(kind):
-    documents = [{"input_ids": list(range(3 + i % 5)), "supervised_spans": [[1, 3]]} for i in range(2500)]
-    dirty = [*documents, {"input_ids": [5, MASK_TOKEN_ID], "supervised_spans": [[0, 2]]}, *documents]
-    make = {
-        "list": list,
-        "dataset": datasets.Dataset.from_list,
-        # The table behind it still holds the dirty document in the clean case.
-        "shuffled": lambda data: datasets.Dataset.from_list(dirty).select(
-            range(len(data)) if len(data) > 2500 else range(2499, -1, -1)
-        ),
-        "packed": lambda data: PackedDataset(datasets.Dataset.from_list(data), 64).documents,
-    }[kind]
-    check_token_ids(make(documents), VOCAB_SIZE, MASK_TOKEN_ID)
-    with refused(ValueError, "mask_token_id=260", "document 2500"):
-        check_token_ids(make(dirty), VOCAB_SIZE, MASK_TOKEN_ID)
+    clean = [{"input_ids": list(range(3 + i % 5)), "supervised_spans": [[1, 3]]} for i in range(2500)]
+    dirty = [*clean, {"input_ids": [5, MASK_TOKEN_ID], "supervised_spans": [[0, 2]]}, *clean]
+    table = datasets.Dataset.from_list(dirty)
+    for documents in (clean, dirty):
+        if kind == "shuffled":
+            # The table behind it still holds the dirty document in the clean case.
+            documents = table if documents is dirty else table.select(range(2499, -1, -1))
+        if kind == "packed":
+            documents = PackedDataset(datasets.Dataset.from_list(documents), 64).documents
+        is_clean = len(documents) == 2500
+        with nullcontext() if is_clean else refused(ValueError, "mask_token_id=260", "document 2500"):
+            check_token_ids(documents, VOCAB_SIZE, MASK_TOKEN_ID)
 
 
 # --- Training some modules.
@@ -279,11 +256,9 @@ def documents(target):
     return written_documents(target, 6, 30)
 
 
-def train(drafter, target, documents, folder, callbacks=None, **overrides) -> DFlashTrainer:
+def train(drafter, target, documents, folder, **overrides) -> DFlashTrainer:
     values = {"row_length": 64, "max_steps": 20, "num_anchors": 512, "save_strategy": "no", "warmup_steps": 0.04}
-    trainer = make_trainer(
-        folder, target, documents, drafter, callbacks, eval_dataset=documents, **{**values, **overrides}
-    )
+    trainer = make_trainer(folder, target, documents, drafter, eval_dataset=documents, **{**values, **overrides})
     trainer.train()
     return trainer
 
@@ -302,31 +277,6 @@ def test_continuing_from_a_saved_drafter_equals_training_on(target, documents, t
         train(reloaded, target, documents, tmp_path, seed=1)
         assert equal_weights(reloaded, drafter)
     assert not any(torch.equal(tensor, start[key]) for key, tensor in drafter.state_dict().items())
-
-
-@pytest.mark.parametrize("name", ["sliding_and_full", "all_bidirectional", "all_causal"])
-def test_each_layer_stays_as_causal_as_it_was(target, documents, tmp_path, monkeypatch, name):
-    """Of a drafter that was saved, reloaded, trained, saved and reloaded again."""
-    tiny_drafter(target, **FIELDS[name]).save_pretrained(tmp_path / "saved")
-    drafter = DFlashDraftModel.from_pretrained(tmp_path / "saved")
-    batches, masks, compute_loss = [], [], DFlashTrainer.compute_loss
-
-    def recorded(self, model, inputs, *args, **kwargs):
-        batches.append(inputs)
-        return compute_loss(self, model, inputs, *args, **kwargs)
-
-    monkeypatch.setattr(DFlashTrainer, "compute_loss", recorded)
-    drafter.register_forward_pre_hook(lambda m, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True)
-    train(drafter, target, documents, tmp_path, max_steps=1)
-    override = FIELDS[name].get("is_causal")
-    for layer_type, causal, window in ((SLIDING, True, 8), (FULL, False, None)):
-        causal = causal if override is None else override
-        expected = naive_mask(batches[0]["anchor_positions"], batches[0]["document_ids"], 4, causal, window)
-        assert torch.equal(masks[0][layer_type].dense()[:, 0], expected)
-    drafter.save_pretrained(tmp_path / "again")
-    again = DFlashDraftConfig.from_pretrained(tmp_path / "again")
-    assert again.is_causal == override
-    assert [again.layer_is_causal(i) for i in range(2)] == [drafter.config.layer_is_causal(i) for i in range(2)]
 
 
 def test_a_published_bf16_drafter_is_trained_and_saved_as_it_came(target, documents, tmp_path):
@@ -382,12 +332,8 @@ def test_n4_a_checkpoint_tells_its_objective_too_and_a_new_drafter_has_the_paper
     assert make_trainer(tmp_path / "new", target).args.objective == "cross_entropy"
 
 
-def continue_yaml() -> dict:
-    return yaml.safe_load(RECIPE.read_text())
-
-
 def test_the_recipe_is_a_warm_start_of_the_published_drafter():
-    recipe, defaults = continue_yaml(), DFlashTrainingArguments(output_dir="unused", use_cpu=True)
+    recipe, defaults = yaml.safe_load(RECIPE.read_text()), DFlashTrainingArguments(output_dir="unused", use_cpu=True)
     assert (recipe["drafter"], recipe["target"]) == ("z-lab/Qwen3.6-27B-DFlash", "Qwen/Qwen3.6-27B")
     # YAML 1.1 reads 2e-5 as text.
     assert 1e-5 <= float(recipe["learning_rate"]) <= 3e-5 < defaults.learning_rate
@@ -396,37 +342,30 @@ def test_the_recipe_is_a_warm_start_of_the_published_drafter():
     assert "objective" not in recipe
 
 
-class AcceptanceCurve(TrainerCallback):
-    """The acceptance length after every tenth step."""
-
-    def __init__(self):
-        self.values: list[float] = []
-
-    def on_evaluate(self, args, state, control, metrics, **kwargs):
-        self.values.append(metrics["eval_acceptance_length"])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("epochs", [10, 120], ids=["half_trained", "well_trained"])
 def test_a_warm_start_keeps_the_acceptance_length(target, tmp_path, epochs):
     """At the recipe's learning rate it never falls by 1% in 200 steps; at one for training from nothing it does."""
     documents = written_documents(target, 24, 40)
     sizes = {"row_length": 128, "max_anchors_per_row": 128, "logging_steps": 1000}
-    drafter = tiny_drafter(target, block_size=8, num_taps=5, **{**MIX, "sliding_window": 16})
+    drafter = tiny_drafter(target, block_size=8, num_taps=3, **{**MIX, "sliding_window": 16})
     trained = train(
         drafter, target, documents, tmp_path, max_steps=-1, num_train_epochs=epochs, learning_rate=3e-3, **sizes
     )
     start = trained.evaluate()["eval_acceptance_length"]
     assert start > 2.0, "there is something to lose"
+    recipe = yaml.safe_load(RECIPE.read_text())
     names = ("warmup_steps", "lr_scheduler_type", "max_grad_norm", "weight_decay", "context_noise", "learning_rate")
-    warm = {name: value for name, value in continue_yaml().items() if name in names}
+    # YAML 1.1 reads 2e-5 as text.
+    warm = {name: recipe[name] if name == "lr_scheduler_type" else float(recipe[name]) for name in names}
     lowest = {}
     for kind, options in (("warm", warm), ("from_nothing", {**warm, "learning_rate": 3e-3, "warmup_steps": 0.04})):
-        curve = AcceptanceCurve()
         steps = {"max_steps": 200, "eval_strategy": "steps", "eval_steps": 10, "seed": 1}
-        train(copy.deepcopy(drafter), target, documents, tmp_path, [curve], **options, **steps, **sizes)
-        assert len(curve.values) == 20
-        lowest[kind] = min(curve.values) / start
+        trainer = train(copy.deepcopy(drafter), target, documents, tmp_path, **options, **steps, **sizes)
+        name = "eval_acceptance_length"
+        lengths = [entry[name] for entry in trainer.state.log_history if name in entry]
+        assert len(lengths) == 20
+        lowest[kind] = min(lengths) / start
     assert lowest["warm"] >= 0.99, lowest
     # A half-trained drafter falls less, since the high rate soon improves it.
     bound = 0.99 if epochs == 120 else lowest["warm"]

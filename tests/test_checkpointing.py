@@ -17,7 +17,6 @@ from runs import finish, make_documents, make_trainer, start
 from tiny import dense_target, refused
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import get_last_checkpoint
 
 import dflash_hf.resuming
 from dflash_hf import DFlashTrainer, checkpointing
@@ -84,6 +83,8 @@ FAULTS = {
     "missing": (lambda folder: (folder / "rng_state.pth").unlink(), "rng_state.pth"),
     "a bit": (lambda folder: turn_a_bit(folder / "optimizer.pt", 5000), "optimizer.pt"),
     "half a manifest": (lambda folder: cut(folder / MANIFEST_NAME), MANIFEST_NAME),
+    "a bit of the weights": (lambda folder: turn_a_bit(folder / "model.safetensors"), "model.safetensors"),
+    "a bit of the state": (lambda folder: turn_a_bit(folder / "trainer_state.json", 40), "trainer_state.json"),
     "no object": (lambda folder: (folder / MANIFEST_NAME).write_bytes(b"\xff[]"), MANIFEST_NAME),
     "no files": (lambda folder: (folder / MANIFEST_NAME).write_text('{"files": {"a": {}}}'), MANIFEST_NAME),
 }
@@ -101,45 +102,6 @@ def test_an_incomplete_checkpoint_is_skipped_with_a_warning(run, target, caplog,
         trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))
     trainer.train(resume_from_checkpoint=True)
     assert trainer._initial_global_step == 2 and manifest_problems(run / "checkpoint-4") == []
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "trainer_state.json"])
-def test_a_bit_that_turned_is_found_before_anything_is_trained_on(run, name):
-    folder = run / "checkpoint-4"
-    turn_a_bit(folder / name, (folder / name).stat().st_size // 2)
-    assert [problem.split()[0] for problem in manifest_problems(folder)] == [name]
-    assert last_complete_checkpoint(run) == run / "checkpoint-2"
-
-
-def test_a_checkpoint_without_a_manifest_and_a_folder_without_one_are_no_checkpoints(run, target, tmp_path):
-    (run / "checkpoint-4" / MANIFEST_NAME).unlink()
-    assert last_complete_checkpoint(run) == run / "checkpoint-2"
-    cut(run / "checkpoint-2" / "model.safetensors")
-    for resume, said in ((True, run), (str(tmp_path / "nowhere"), "nowhere")):
-        with refused(ValueError, "resume_from_checkpoint", said):
-            make_trainer(run, target).train(resume_from_checkpoint=resume)
-
-
-def test_what_a_kill_left_aside_is_taken_or_removed(run):
-    """A kill between the manifest and the rename leaves a whole checkpoint, any other one a part."""
-    (run / "checkpoint-4").rename(run / "_incomplete-checkpoint-4")
-    part = shutil.copytree(run / "checkpoint-2", run / "_incomplete-checkpoint-6")
-    (part / MANIFEST_NAME).unlink()
-    assert get_last_checkpoint(run) == str(run / "checkpoint-2")
-    clean_up(run)
-    assert names(run) == ["checkpoint-2", "checkpoint-4"]
-
-
-@pytest.mark.parametrize("is_broken", [True, False])
-def test_what_was_replaced_comes_back_where_the_new_one_is_broken(run, is_broken):
-    """A machine that went down may have lost what took the place of an older one."""
-    shutil.copytree(run / "checkpoint-4", run / "_incomplete-replaced-checkpoint-4")
-    inode = (run / "_incomplete-replaced-checkpoint-4" / "model.safetensors").stat().st_ino
-    if is_broken:
-        cut(run / "checkpoint-4" / "model.safetensors")
-    clean_up(run)
-    assert names(run) == ["checkpoint-2", "checkpoint-4"] and not manifest_problems(run / "checkpoint-4")
-    assert ((run / "checkpoint-4" / "model.safetensors").stat().st_ino == inode) == is_broken
 
 
 def test_checksums_of_parts_find_a_changed_byte(run, monkeypatch):
@@ -160,6 +122,31 @@ def test_checksums_of_parts_find_a_changed_byte(run, monkeypatch):
         weights.write_bytes(data)
 
 
+@pytest.mark.parametrize("replaced", ["whole", "broken", None])
+def test_what_a_kill_left_aside_is_taken_or_removed(run, replaced):
+    """A kill between the manifest and the rename leaves a whole checkpoint; a lost disk, what it took the place of."""
+    name = "_incomplete-checkpoint-4" if replaced is None else "_incomplete-replaced-checkpoint-4"
+    shutil.copytree(run / "checkpoint-4", run / name)
+    inode = (run / name / "model.safetensors").stat().st_ino
+    if replaced is None:
+        shutil.rmtree(run / "checkpoint-4")
+    if replaced == "broken":
+        cut(run / "checkpoint-4" / "model.safetensors")
+    part = shutil.copytree(run / "checkpoint-2", run / "_incomplete-checkpoint-6")
+    (part / MANIFEST_NAME).unlink()
+    clean_up(run)
+    assert names(run) == ["checkpoint-2", "checkpoint-4"] and not manifest_problems(run / "checkpoint-4")
+    assert ((run / "checkpoint-4" / "model.safetensors").stat().st_ino == inode) == (replaced != "whole")
+
+
+def test_where_no_checkpoint_is_complete_none_is_resumed(run, target, tmp_path):
+    (run / "checkpoint-4" / MANIFEST_NAME).unlink()
+    cut(run / "checkpoint-2" / "model.safetensors")
+    for resume, said in ((True, run), (str(tmp_path / "nowhere"), "nowhere")):
+        with refused(ValueError, "resume_from_checkpoint", said):
+            make_trainer(run, target).train(resume_from_checkpoint=resume)
+
+
 # Disks
 
 
@@ -173,24 +160,21 @@ def test_a_disk_that_cannot_keep_a_file_is_an_error(target, tmp_path, monkeypatc
     assert not list(tmp_path.glob("*checkpoint-*"))
 
 
-def test_a_disk_without_room_for_a_checkpoint_is_an_error_at_the_start(target, tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(10, 10, 2**20))
-    trainer = make_trainer(tmp_path, target, max_steps=2)
-    with refused(DiskSpaceError, "0.02 GiB", "0.00 GiB", tmp_path):
-        trainer.train()
-    assert trainer.state.global_step == 0
-    make_trainer(tmp_path, target, max_steps=1, save_strategy="no").train()
-
-
-def test_a_disk_that_fills_up_stops_the_run_before_the_next_checkpoint_is_written(target, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("step", "left"), [(0, []), (3, ["checkpoint-2"])])
+def test_a_disk_that_fills_up_stops_the_run_before_the_next_checkpoint_is_written(
+    target, tmp_path, monkeypatch, step, left
+):
     class Fill(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 3:
-                monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(10, 10, 100))
+            if state.global_step == step:
+                monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(10, 10, 2**20))
 
-    with refused(DiskSpaceError, "save_total_limit"):
-        make_trainer(tmp_path, target, max_steps=6, save_steps=2, callbacks=[Fill()]).train()
-    assert names(tmp_path) == ["checkpoint-2"]
+    trainer = make_trainer(tmp_path, target, max_steps=6, save_steps=2, callbacks=[Fill()])
+    if step == 0:
+        Fill().on_step_end(None, trainer.state, None)
+    with refused(DiskSpaceError, "0.02 GiB", "0.00 GiB", tmp_path, "save_total_limit"):
+        trainer.train()
+    assert names(tmp_path) == left and trainer.state.global_step == (4 if step else 0)
 
 
 def test_a_disk_that_is_full_while_a_checkpoint_is_written_leaves_the_older_ones(target, tmp_path, monkeypatch):
@@ -271,17 +255,6 @@ def folders_left(tmp_path, steps_and_times, now, limit, best=None, is_over=False
 )
 def test_old_checkpoints_are_those_of_earlier_steps(tmp_path, steps_and_times, now, limit, best, left):
     assert folders_left(tmp_path, steps_and_times, now, limit, best) == left
-
-
-def test_an_old_checkpoint_that_cannot_be_deleted_is_told_of(tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr(checkpointing.logger, "warning", told.append)
-    (tmp_path / "moved").mkdir()
-    (tmp_path / "run").mkdir()
-    # As of one that was moved to another disk.
-    (tmp_path / "run" / "checkpoint-10").symlink_to(tmp_path / "moved")
-    assert folders_left(tmp_path / "run", [(20, 0), (30, HOUR)], 30, 1) == [10, 30]
-    assert len(told) == 1 and "checkpoint-10" in told[0]
 
 
 @pytest.mark.parametrize(("limit", "left"), [(2, ["checkpoint-1", "checkpoint-6"]), (1, ["checkpoint-1"])])

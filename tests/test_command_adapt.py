@@ -17,8 +17,8 @@ from dflash_hf.acceptance import measure_acceptance
 from dflash_hf.adapters import load_adapter, lora_config
 from dflash_hf.adapting import plain_drafter
 from dflash_hf.command_adapt import AdaptArguments, main, read_documents
-from dflash_hf.command_publish import main as publish
 from dflash_hf.model_card import read_facts, write_facts
+from dflash_hf.publishing import main as publish
 
 
 ROOT = Path(__file__).parents[1]
@@ -103,15 +103,13 @@ def test_what_cannot_be_is_said_in_one_line_before_documents_are_read(workplace,
         adapt(*words, documents="nowhere.jsonl")
 
 
-def test_another_adapter_is_not_resumed_and_shows_before_the_measurement(workplace, monkeypatch):
+def test_peft_is_missed_by_name_and_another_adapter_is_not_resumed(workplace, monkeypatch):
     words = ["--save_strategy", "steps", "--save_steps", "1"]
     adapt(*words, "--lora_rank", "4")
+    # It shows before the measurement.
     monkeypatch.setattr(DFlashTrainer, "evaluate", None)
     with refused(SystemExit, "r 4 there and 2 here"):
         adapt(*words, "--lora_rank", "2", "--resume_from_checkpoint", "true")
-
-
-def test_peft_is_missed_by_name(workplace, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     monkeypatch.delitem(sys.modules, "dflash_hf.adapters")
     with refused(SystemExit, "peft", "pip install"):

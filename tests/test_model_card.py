@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 import shlex
+from math import nan
 from pathlib import Path
 
 import pytest
@@ -90,18 +91,15 @@ def test_our_cards_are_those_of_the_recipes_now_and_their_commands_match(path):
     assert ("not trained yet" in text) == planned == ("model-index" not in text)
 
 
-def test_s2_the_figures_of_our_cards_are_those_of_their_readme():
+def test_s2_the_figures_of_our_cards_are_those_of_their_readme_and_the_shipped_drafter_knows_its_training():
+    own = RECIPES["study_facts"](RECIPES["study_row"]("muon-48-small", 4040))
+    assert read_facts(ROOT / "recipes" / "smollm2-135m" / "drafter") == own
     readme = " ".join((ROOT / "recipes/smollm2-135m/README.md").read_text().split())
     for path in CARDS:
         for length, interval in re.findall(
             r"^\| [^|]+ \| \d+ \| ([\d.]+) \| ([^|]+?) \|", path.read_text(), re.MULTILINE
         ):
             assert re.search(rf"\b{length} (\| |\(){interval}", readme), (path.name, length, interval)
-
-
-def test_the_shipped_drafter_knows_its_training():
-    folder = ROOT / "recipes" / "smollm2-135m" / "drafter"
-    assert read_facts(folder) == RECIPES["study_facts"](RECIPES["study_row"]("muon-48-small", 4040))
 
 
 # --- Any card.
@@ -241,25 +239,21 @@ def test_dt3_a_card_tells_the_mode_that_the_documents_were_tokenised_in(checkpoi
 # --- What is read.
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["", "[]", "3", "{}", '{"a": {"after": 3}}', "\xff", '{"drafters": {"a": 3}, "settings": {}}',
-     *(json.dumps({"drafters": {"a": {"num_prompts": 3, "acceptance_length": length}},
-                   "settings": EVALUATION["settings"]}) for length in (None, float("nan"))),
-     json.dumps({**EVALUATION, "finished": False}), json.dumps(EVALUATION)],
-)  # fmt: skip
-def test_results_that_a_card_cannot_tell_are_named_and_end_no_push(tmp_path, content):
-    """The last are of several drafters, and none is named."""
-    (tmp_path / "results.json").write_bytes(content.encode("latin-1"))
+BAD_RESULTS = (
+    *("", "[]", "3", "{}", '{"a": {"after": 3}}', "\xff", '{"drafters": {"a": 3}, "settings": {}}'),
+    *(json.dumps({**EVALUATION, "drafters": {"a": {"num_prompts": 3, "acceptance_length": x}}}) for x in (None, nan)),
+    # Of several drafters, and none is named.
+    *(json.dumps({**EVALUATION, "finished": False}), json.dumps(EVALUATION)),
+)
+
+
+@pytest.mark.parametrize("content", BAD_RESULTS)
+def test_results_and_records_that_a_card_cannot_tell_are_named_and_end_no_push(tmp_path, content, caplog):
+    for name in ("results.json", "training.json"):
+        (tmp_path / name).write_bytes(content.encode("latin-1"))
     with refused(ValueError, "results.json"):
         load_results(tmp_path / "results.json")
-    assert recorded_results(tmp_path) is None
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"steps": 3}', "\xff"])
-def test_a_record_of_the_training_that_cannot_be_read_is_told_of(tmp_path, content, caplog):
-    (tmp_path / "training.json").write_bytes(content.encode("latin-1"))
-    assert read_facts(tmp_path) is None and "training.json" in caplog.text
+    assert recorded_results(tmp_path) is read_facts(tmp_path) is None and "training.json" in caplog.text
 
 
 @pytest.mark.parametrize(

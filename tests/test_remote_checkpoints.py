@@ -19,7 +19,6 @@ from runs import finish, make_trainer, start, train
 from tiny import dense_target, refused
 
 import dflash_hf.remote_checkpoints
-from dflash_hf.chats import check_address, without_secrets
 from dflash_hf.checkpointing import MANIFEST_NAME, DiskSpaceError, manifest_problems
 from dflash_hf.remote_checkpoints import (
     RemoteCheckpointCallback,
@@ -103,22 +102,22 @@ def target():
     return dense_target()
 
 
+def patient(cls=RemoteCheckpointCallback, address=ADDRESS, **overrides) -> RemoteCheckpointCallback:
+    callback = cls(address)
+    vars(callback).update({"first_wait": 0.05, "longest_wait": 0.1, **overrides})
+    return callback
+
+
 def mirrored(folder, target, callback, **arguments):
-    arguments = {"max_steps": 6, "save_steps": 2, **arguments}
-    return make_trainer(folder, target, callbacks=[callback], **arguments)
+    return make_trainer(folder, target, callbacks=[callback], **{"max_steps": 6, "save_steps": 2, **arguments})
 
 
-def patient(**overrides) -> RemoteCheckpointCallback:
-    return RemoteCheckpointCallback(ADDRESS, **{"first_wait": 0.05, "longest_wait": 0.1, **overrides})
+def assert_equal(one: dict, other: dict) -> None:
+    assert all(torch.equal(one[name], parameter) for name, parameter in other.items())
 
 
 def weights(trainer) -> dict:
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-
-
-def assert_equal(one: dict, other: dict) -> None:
-    for name, parameter in other.items():
-        assert torch.equal(one[name], parameter), name
 
 
 def test_each_checkpoint_arrives_and_one_restored_elsewhere_resumes_bit_identically(store, target, tmp_path):
@@ -169,7 +168,7 @@ def test_an_outage_in_the_middle_does_not_stop_training(store, target, tmp_path,
         def on_train_end(self, args, state, control, **kwargs):
             store.up()
 
-    callback = Outage(ADDRESS, first_wait=0.05, longest_wait=0.1)
+    callback = patient(Outage)
     trainer = mirrored(tmp_path, target, callback)
     trainer.train()
     assert trainer.state.global_step == 6 and callback.arrived[-1] == "checkpoint-6"
@@ -261,67 +260,6 @@ def test_a_run_killed_during_an_upload_goes_on_from_what_arrived_before(store, t
     assert_equal(ended["parameters"], weights(plain))
 
 
-# The store itself
-
-
-@pytest.fixture
-def checkpoint(target, tmp_path):
-    make_trainer(tmp_path / "local", target, max_steps=1, save_steps=1).train()
-    return tmp_path / "local" / "checkpoint-1"
-
-
-@pytest.mark.parametrize("address", ["memory://mirror/run", "s3"])
-def test_a_checkpoint_comes_back_as_it_was_sent(store, checkpoint, tmp_path, address):
-    address = ADDRESS if address == "s3" else address
-    upload_checkpoint(checkpoint, address)
-    fetched = fetch_checkpoint(address, tmp_path / "fetched")
-    for path in checkpoint.iterdir():
-        if path.name not in (MANIFEST_NAME, "training_args.bin"):
-            assert (fetched / path.name).read_bytes() == path.read_bytes(), path.name
-    before = (fetched / "model.safetensors").stat().st_ino
-    assert fetch_checkpoint(f"{address}/checkpoint-1/", tmp_path / "fetched") == fetched
-    assert (fetched / "model.safetensors").stat().st_ino == before
-
-
-def test_a_byte_that_changed_on_the_way_is_found(store, checkpoint, tmp_path):
-    upload_checkpoint(checkpoint, ADDRESS)
-    data = bytearray((checkpoint / "model.safetensors").read_bytes())
-    data[-1] ^= 1
-    store.client.put_object(Bucket=BUCKET, Key="run/checkpoint-1/model.safetensors", Body=bytes(data))
-    with refused(ValueError, "model.safetensors", "hash"):
-        fetch_checkpoint(ADDRESS, tmp_path / "fetched")
-    assert not list((tmp_path / "fetched").iterdir())
-
-
-def test_a_checkpoint_without_a_manifest_is_not_there(store, checkpoint, tmp_path):
-    upload_checkpoint(checkpoint, ADDRESS)
-    store.client.delete_object(Bucket=BUCKET, Key=f"run/checkpoint-1/{MANIFEST_NAME}")
-    for address in (ADDRESS, f"{ADDRESS}/checkpoint-1"):
-        with refused(ValueError, address, MANIFEST_NAME):
-            fetch_checkpoint(address, tmp_path / "fetched")
-
-
-@pytest.mark.parametrize("address", ["s3://key:planted@bucket/run", "s3://bucket/run?X-Amz-Signature=planted"])
-def test_an_address_with_credentials_is_refused_without_repeating_them(target, tmp_path, address):
-    with pytest.raises(ValueError) as caught:
-        make_trainer(tmp_path, target, remote_checkpoint_dir=address)
-    assert "planted" not in str(caught.value)
-    with pytest.raises(ValueError) as caught:
-        make_trainer(tmp_path, target).train(resume_from_checkpoint=address)
-    assert "planted" not in str(caught.value)
-
-
-@pytest.mark.parametrize("address", ["bucket/run", "s3:/bucket", "s3://", "", "s3://b/run\n"])
-def test_what_is_no_address_is_an_error_at_the_start(target, tmp_path, address):
-    with refused(ValueError, repr(address), "s3://bucket/run"):
-        make_trainer(tmp_path, target, remote_checkpoint_dir=address)
-
-
-def test_an_unknown_protocol_is_an_error_at_the_start():
-    with refused(ValueError, "nosuch"):
-        check_address("nosuch://bucket/run")
-
-
 # What else a store does
 
 
@@ -360,7 +298,7 @@ def test_a_store_that_hangs_is_not_waited_for_without_end(memory, target, tmp_pa
         return original(self, local, remote, **kwargs)
 
     monkeypatch.setattr(type(memory), "put_file", put_file)
-    trainer = mirrored(tmp_path, target, RemoteCheckpointCallback(MEMORY, stalled_after=0.5), max_steps=4)
+    trainer = mirrored(tmp_path, target, patient(address=MEMORY, stalled_after=0.5), max_steps=4)
     with refused(RemoteCheckpointError, "checkpoint-4", MEMORY):
         trainer.train()
     goes_on.set()
@@ -371,6 +309,8 @@ def test_a_store_that_hangs_is_not_waited_for_without_end(memory, target, tmp_pa
     [
         ("optimizer.pt", None, "optimizer.pt"),
         ("optimizer.pt", b"half", "optimizer.pt"),
+        ("optimizer.pt", "flip a bit", "hash"),
+        (MANIFEST_NAME, None, MANIFEST_NAME),
         (MANIFEST_NAME, b"[]", MANIFEST_NAME),
         (MANIFEST_NAME, b"\xff", MANIFEST_NAME),
         (MANIFEST_NAME, b'{"files": {"/etc/planted": {"size": 1}}}', "outside"),
@@ -383,6 +323,9 @@ def test_a_broken_remote_checkpoint_is_an_error_by_name_and_skipped_otherwise(
     for folder in checkpoints:
         upload_checkpoint(folder, MEMORY)
     path = f"/faults/run/checkpoint-4/{name}"
+    if data == "flip a bit":
+        whole = memory.cat_file(path)
+        data = whole[:-1] + bytes([whole[-1] ^ 1])
     memory.rm_file(path) if data is None else memory.pipe_file(path, data)
     with refused(ValueError, "checkpoint-4", said):
         fetch_checkpoint(f"{MEMORY}/checkpoint-4", tmp_path / "other")
@@ -390,7 +333,40 @@ def test_a_broken_remote_checkpoint_is_an_error_by_name_and_skipped_otherwise(
     trainer = memory_run(tmp_path / "other", target)
     trainer.train(resume_from_checkpoint=True)
     assert trainer._initial_global_step == 2
-    assert any(f"checkpoint-4 at {MEMORY}" in message and said in message for message in caplog.messages)
+    is_there = (name, data) != (MANIFEST_NAME, None)
+    assert any(f"checkpoint-4 at {MEMORY}" in m and said in m for m in caplog.messages) is is_there
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("s3://key:planted@bucket/run", "credentials"),
+        ("s3://bucket/run?X-Amz-Signature=planted", "credentials"),
+        *((address, repr(address)) for address in ("bucket/run", "s3:/bucket", "s3://", "", "s3://b/run\n")),
+        ("nosuch://bucket/run", "nosuch"),
+    ],
+)
+def test_an_address_with_credentials_is_refused_without_repeating_them(target, tmp_path, address, said):
+    """So is what is no address, at the start."""
+    with pytest.raises(ValueError) as caught:
+        make_trainer(tmp_path, target, remote_checkpoint_dir=address)
+    assert said in str(caught.value) and "planted" not in str(caught.value)
+    if "planted" in address:
+        with pytest.raises(ValueError) as caught:
+            make_trainer(tmp_path, target).train(resume_from_checkpoint=address)
+        assert "planted" not in str(caught.value)
+
+
+@pytest.mark.parametrize("address", [MEMORY, ADDRESS])
+def test_a_checkpoint_comes_back_as_it_was_sent(store, memory, checkpoints, tmp_path, address):
+    upload_checkpoint(checkpoints[0], address)
+    fetched = fetch_checkpoint(address, tmp_path / "fetched")
+    for path in checkpoints[0].iterdir():
+        if path.name not in (MANIFEST_NAME, "training_args.bin"):
+            assert (fetched / path.name).read_bytes() == path.read_bytes(), path.name
+    before = (fetched / "model.safetensors").stat().st_ino
+    assert fetch_checkpoint(f"{address}/checkpoint-2/", tmp_path / "fetched") == fetched
+    assert (fetched / "model.safetensors").stat().st_ino == before
 
 
 def test_two_runs_at_one_address_are_told_of(memory, checkpoints, target, tmp_path, caplog):
@@ -422,9 +398,3 @@ def test_a_disk_without_room_for_what_is_fetched_is_an_error_before_it(memory, c
     with pytest.raises(DiskSpaceError):
         fetch_checkpoint(f"{MEMORY}/checkpoint-4", tmp_path / "other")
     assert not list((tmp_path / "other").iterdir())
-
-
-def test_secrets_of_the_environment_are_cut_out(monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_planted_token")
-    monkeypatch.setenv("HOME_PAGE", "not-a-secret")
-    assert without_secrets("hf_planted_token at not-a-secret") == "<HF_TOKEN> at not-a-secret"

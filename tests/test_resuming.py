@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from killing import STEPS, weights
 from runs import finish, make_documents, make_trainer, start, train, wait_for_step
 from safetensors.torch import load_file
-from tiny import CHATML_TEMPLATE, byte_tokenizer, dense_target, refused, tiny_drafter
+from tiny import CHATML_TEMPLATE, byte_tokenizer, chat, dense_target, json_lines, refused, tiny_drafter
 from transformers import TrainerCallback
 
 import dflash_hf.checkpointing
@@ -224,22 +225,24 @@ class Send(TrainerCallback):
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])
 def test_an_evaluation_that_an_interrupt_left_out_is_made_up_for(target, tmp_path, strategy):
     """So that the best checkpoint is chosen among the same evaluations."""
-    evaluates = {"eval_strategy": strategy, "eval_steps": 4, "eval_dataset": make_documents(2)}
-    best = {"metric_for_best_model": "loss", "greater_is_better": True, "load_best_model_at_end": True}
-    saves = {"max_steps": 8, "save_steps": 4, "save_strategy": strategy, "documents": make_documents(4)}
-    arguments = {**evaluates, **best, **saves}
-    whole = make_trainer(tmp_path / "whole", target, **arguments)
+    arguments = {
+        "eval_strategy": strategy, "eval_steps": 4, "eval_dataset": make_documents(2), "metric_for_best_model": "loss",
+        "greater_is_better": True, "load_best_model_at_end": True, "max_steps": 8, "save_steps": 4,
+        "save_strategy": strategy, "documents": make_documents(4),
+    }  # fmt: skip
+    whole, interrupted, resumed = (
+        make_trainer(tmp_path / name, target, **arguments) for name in ("whole", "run", "run")
+    )
     whole.train()
-    interrupted = make_trainer(tmp_path / "run", target, **arguments)
     interrupted.callback_handler.callbacks.insert(0, Send(4, interrupted._interrupts))
     with pytest.raises(TrainingInterrupted):
         interrupted.train()
-    assert not [entry for entry in interrupted.state.log_history if "eval_loss" in entry]
-    resumed = make_trainer(tmp_path / "run", target, **arguments)
     resumed.train(resume_from_checkpoint=True)
-    for trainer in (whole, resumed):
-        trainer.evaluations = [(e["step"], e["eval_loss"]) for e in trainer.state.log_history if "eval_loss" in e]
-    assert resumed.evaluations == whole.evaluations and len(whole.evaluations) == 2
+    evaluations = [
+        [(entry["step"], entry["eval_loss"]) for entry in trainer.state.log_history if "eval_loss" in entry]
+        for trainer in (interrupted, resumed, whole)
+    ]
+    assert evaluations[0] == [] and evaluations[1] == evaluations[2] and len(evaluations[2]) == 2
     assert resumed.state.best_global_step == whole.state.best_global_step == 4
     assert resumed.state.best_model_checkpoint == str(tmp_path / "run" / "checkpoint-4")
     assert equal(parameters(resumed), parameters(whole))
@@ -261,11 +264,7 @@ def test_c5_what_does_not_touch_the_course_of_a_run_may_change(run, target, chan
 
 @pytest.mark.parametrize(
     ("name", "value", "key"),
-    [
-        ("learning_rate", 5e-3, "initial_lr"),
-        ("weight_decay", 0.1, "weight_decay"),
-        pytest.param("adam_epsilon", 1e-3, "eps", marks=pytest.mark.slow),
-    ],
+    [("learning_rate", 5e-3, "initial_lr"), ("weight_decay", 0.1, "weight_decay")],
 )
 def test_a_changed_setting_of_the_optimizer_acts_from_the_resumed_step_on(run, target, name, value, key, caplog):
     """The loaded state holds the old one, which would rule in silence."""
@@ -274,26 +273,15 @@ def test_a_changed_setting_of_the_optimizer_acts_from_the_resumed_step_on(run, t
     assert any(f"{name} " in message and f"{value} here" in message for message in caplog.messages)
 
 
-@pytest.mark.parametrize("change", [{"learning_rate": 5e-3}, {"warmup_steps": 6}, slow({"max_steps": 20})])
+@pytest.mark.parametrize("change", [{"learning_rate": 5e-3}, {"warmup_steps": 6}])
 def test_c4_the_schedule_after_a_change_is_that_of_the_new_arguments_and_told_of(run, target, change, caplog):
     """In the first step already."""
     trainer = resume(run, target, **change)
-    whole = make_trainer(run.parent / "whole", target, **{"max_steps": LAST, "save_strategy": "no", **change})
     recorder = Recorder()
-    whole.add_callback(recorder)
-    whole.train()
+    arguments = {"callbacks": [recorder], "max_steps": LAST, "save_strategy": "no", **change}
+    make_trainer(run.parent / "whole", target, **arguments).train()
     assert [group["lr"] for group in trainer.groups] == [group["lr"] for group in recorder.groups[SAVED:]]
     assert any("schedule" in message and "learning rate" in message for message in caplog.messages)
-
-
-def test_rows_split_otherwise_over_micro_batches_are_the_same_but_for_rounding(target, tmp_path, caplog):
-    arguments = {"max_steps": 6, "save_steps": 2}
-    whole = make_trainer(tmp_path, target, per_device_train_batch_size=2, **arguments)
-    whole.train()
-    trainer = resume(tmp_path, target, 2, gradient_accumulation_steps=2, **arguments)
-    for name, parameter in parameters(whole).items():
-        torch.testing.assert_close(parameters(trainer)[name], parameter, rtol=0, atol=1e-5)
-    assert any("gradient_accumulation_steps 1 there and 2 here" in message for message in caplog.messages)
 
 
 @pytest.mark.parametrize(
@@ -304,53 +292,46 @@ def test_rows_split_otherwise_over_micro_batches_are_the_same_but_for_rounding(t
         ({"max_steps": 3}, ["step 4", "step 3", "max_steps"]),
         ({"max_steps": -1, "num_train_epochs": 0.1}, ["step 4", "step 2", "num_train_epochs"]),
         ({"row_length": 64}, ["rows", "row_length 32 there and 64 here"]),
+        # Its weights fit all the same.
+        ({"drafter": 8}, ["block_size 4 there and 8 here", "adapt"]),
     ],
 )
 def test_what_cannot_be_continued_is_refused_with_a_way_out(run, target, arguments, names):
+    if "drafter" in arguments:
+        arguments = {"drafter": tiny_drafter(target, block_size=8)}
     with refused(ValueError, "checkpoint-4", *names):
         resume(run, target, **arguments)
 
 
+def other_token() -> list[dict]:
+    documents = make_documents(16)
+    documents[11]["input_ids"][5] ^= 1
+    return documents
+
+
 CHANGES = {
     "target": {},
+    "target dtype": {},
     "tokenizer": {"processing_class": byte_tokenizer(CHATML_TEMPLATE + " ")},
     "data": {"documents": make_documents(17)},
+    "data token": {"documents": other_token()},
     "rows": {"seed": 7},
 }
 
 
-@pytest.mark.parametrize("kind", CHANGES)
-def test_a_checkpoint_of_another_run_is_refused_unless_said_otherwise(run, target, caplog, kind):
-    used, arguments = dense_target(seed=1) if kind == "target" else target, CHANGES[kind]
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_checkpoint_of_another_run_is_refused_unless_said_otherwise(run, target, caplog, change):
+    """Also where one token of the data changed, or the target's dtype."""
+    used = {"target": dense_target(seed=1), "target dtype": dense_target().bfloat16()}.get(change, target)
+    kind, arguments = change.split()[0], CHANGES[change]
     with refused(ValueError, "checkpoint-4", f"{kind}: ", "allow_resume_changes"):
         resume(run, used, **arguments)
     resume(run, used, allow_resume_changes=[kind], **arguments)
     assert any("checkpoint-4" in message and f"{kind}: " in message for message in caplog.messages)
 
 
-def test_another_dtype_of_the_target_is_another_target(run):
-    with refused(ValueError, "target: ", "dtype"):
-        resume(run, dense_target().double())
-
-
-def test_a_token_that_changed_in_the_data_is_noticed(run, target):
-    documents = make_documents(16)
-    documents[11]["input_ids"][5] ^= 1
-    with refused(ValueError, "data: ", "16 documents"):
-        resume(run, target, documents=documents)
-
-
-def test_unknown_changes_are_refused(target, tmp_path):
-    with refused(ValueError, "allow_resume_changes", "drafter"):
-        make_trainer(tmp_path, target, allow_resume_changes=["drafter"])
-
-
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("fp16", True),
-        ("enable_jit_checkpoint", True),
-    ],
+    ("name", "value"), [("fp16", True), ("enable_jit_checkpoint", True), ("allow_resume_changes", ["drafter"])]
 )
 def test_an_argument_that_would_have_no_effect_is_refused(target, tmp_path, name, value):
     with refused(ValueError, name):
@@ -360,19 +341,18 @@ def test_an_argument_that_would_have_no_effect_is_refused(target, tmp_path, name
 # Files
 
 
-def test_a_checkpoint_without_its_optimizer_is_refused(target, tmp_path, caplog):
-    """Trainer would begin with a new one and say nothing."""
-    make_trainer(tmp_path, target, max_steps=4, save_steps=2, save_only_model=True).train()
-    assert any("save_only_model" in message for message in caplog.messages)
-    with refused(ValueError, "optimizer.pt", "scheduler.pt", "save_only_model"):
-        resume(tmp_path, target, 2)
-
-
-@pytest.mark.parametrize("name", ["optimizer.pt", "trainer_state.json"])
-def test_a_part_that_is_not_there_is_refused_without_a_manifest_too(run, target, name):
-    (run / "checkpoint-4" / MANIFEST_NAME).unlink()
-    (run / "checkpoint-4" / name).unlink()
-    with refused(ValueError, "checkpoint-4", name):
+@pytest.mark.parametrize("missing", ["all", "optimizer.pt", "trainer_state.json"])
+def test_a_checkpoint_without_its_optimizer_is_refused(run, target, tmp_path, caplog, missing):
+    """Trainer would begin with a new one and say nothing; a manifest is not needed to see it."""
+    if missing == "all":
+        make_trainer(run, target, max_steps=4, save_steps=2, save_only_model=True).train()
+        assert any("save_only_model" in message for message in caplog.messages)
+    else:
+        (run / "checkpoint-4" / MANIFEST_NAME).unlink()
+        (run / "checkpoint-4" / missing).unlink()
+    with refused(
+        ValueError, "checkpoint-4", *(["optimizer.pt", "save_only_model"] if missing == "all" else [missing])
+    ):
         resume(run, target)
 
 
@@ -387,26 +367,16 @@ def test_a_record_of_another_format_is_refused(run, target, text):
     (folder / RECORD_NAME).unlink()
     (folder / MANIFEST_NAME).unlink()
     assert resume(run, target, str(folder))._initial_global_step == 10
-
-
-@pytest.mark.parametrize("has_record", [True, False])
-def test_another_drafter_is_known_by_its_configuration(run, target, has_record):
-    """Its weights fit all the same."""
-    folder = run / "checkpoint-10"
-    if not has_record:
-        (folder / RECORD_NAME).unlink()
-        (folder / MANIFEST_NAME).unlink()
-    with refused(ValueError, "block_size 4 there and 8 here", "adapt"):
+    # What has no record is known by its configuration.
+    with refused(ValueError, "block_size 4 there and 8 here"):
         resume(run, target, str(folder), drafter=tiny_drafter(target, block_size=8))
 
 
-@pytest.mark.parametrize("name", ["a folder é [1]*", "link"])
-def test_any_name_of_the_output_folder_will_do(target, tmp_path, name):
+def test_any_name_of_the_output_folder_will_do(target, tmp_path):
     """And a folder of checkpoints is taken for its newest."""
-    folder = tmp_path / name
-    if name == "link":
-        (tmp_path / "real").mkdir()
-        folder.symlink_to(tmp_path / "real")
+    (tmp_path / "real").mkdir()
+    folder = tmp_path / "a folder é [1]*"
+    folder.symlink_to(tmp_path / "real")
     make_trainer(folder, target, max_steps=2, save_steps=1, save_total_limit=1).train()
     arguments = {"max_steps": 3, "save_steps": 1, "processing_class": None}
     assert resume(folder, target, str(folder), **arguments)._initial_global_step == 2
@@ -428,14 +398,11 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_the_start(target, tmp_pa
 
 def test_a_checkpoint_says_what_run_it_is_of(trained):
     record = json.loads((trained / "checkpoint-4" / RECORD_NAME).read_text())
-    assert record["drafter"]["block_size"] == 4
-    assert record["rows"] == {
-        "rows_per_step": 1, "seed": 42, "data_seed": None, "row_length": 32, "dataloader_drop_last": False
-    }  # fmt: skip
-    assert record["data"]["documents"] == 16 and len(record["data"]["digest"]) == 64
+    rows = {"rows_per_step": 1, "seed": 42, "data_seed": None, "row_length": 32, "dataloader_drop_last": False}
+    assert record["rows"] == rows and record["drafter"]["block_size"] == 4
+    assert record["data"]["documents"] == 16 and len(record["data"]["digest"]) == len(record["tokenizer"]) == 64
     assert record["arguments"]["learning_rate"] == 1e-3 and record["ranks"] == 1
-    assert record["versions"]["torch"] == torch.__version__
-    assert record["target"]["id"] is not None and len(record["tokenizer"]) == 64
+    assert record["versions"]["torch"] == torch.__version__ and record["target"]["id"] is not None
     assert record["git_commit"] is None or len(record["git_commit"].split("+")[0]) == 40
 
 
@@ -443,12 +410,8 @@ def test_the_recipe_is_in_every_checkpoint_without_credentials(target, tmp_path)
     address = "hf://datasets/me/data@main/x"
     others = ["https://host/file?signature=planted", address, None, 3]
     recipe = {"script": "train.py", "completions": "s3://key:sec/ret@bucket/data", "others": others}
-
-    class WithRecipe(DFlashTrainer):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, recipe=recipe, **kwargs)
-
-    make_trainer(tmp_path, target, cls=WithRecipe, max_steps=2, save_steps=1).train()
+    trainer_class = partial(DFlashTrainer, recipe=recipe)
+    make_trainer(tmp_path, target, cls=trainer_class, max_steps=2, save_steps=1).train()
     cleaned = {"completions": "s3://bucket/data", "others": ["https://host/file", address, None, 3]}
     for step in (1, 2):
         record = json.loads((tmp_path / f"checkpoint-{step}" / RECORD_NAME).read_text())
@@ -457,9 +420,7 @@ def test_the_recipe_is_in_every_checkpoint_without_credentials(target, tmp_path)
 
 def test_dt3_documents_of_another_manifest_are_refused(target, tmp_path):
     """Also where the tokens that are hashed are the same."""
-    answers = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "answer " * 4}]
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.jsonl").write_text(4 * (json.dumps({"messages": answers}) + "\n"))
+    (tmp_path / "a.jsonl").write_bytes(json_lines([chat("q", "answer " * 4)] * 4))
 
     def train(name: str, resume=None, select=False, **arguments):
         documents = open_documents(tmp_path / name, cache_dir=str(tmp_path / "cache"))
@@ -469,11 +430,10 @@ def test_dt3_documents_of_another_manifest_are_refused(target, tmp_path):
         trainer.train(resume_from_checkpoint=resume and str(tmp_path / "run" / "checkpoint-1"))
 
     for name, options in (("out", TokenizeOptions()), ("other", TokenizeOptions(max_length=100))):
-        tokenize_files(tmp_path / "in", tmp_path / name, byte_tokenizer(), options, disable_tqdm=True)
+        tokenize_files(tmp_path / "a.jsonl", tmp_path / name, byte_tokenizer(), options, disable_tqdm=True)
     train("out")
     record = json.loads((tmp_path / "run" / "checkpoint-1" / RECORD_NAME).read_text())
     (manifest,) = record["data"]["manifests"]
-    assert len(manifest) == 64
     train("out", resume=True, select=True)
     with refused(ValueError, "data: ", "manifest", manifest[:12]):
         train("other", resume=True)

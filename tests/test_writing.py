@@ -6,6 +6,7 @@ import fcntl
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,7 @@ from dflash_hf.tokenizing import tokenize_files
 from dflash_hf.writing import AnotherWriterError, linked_copy, only_writer, publish, replace_file
 
 
-HOLD = """import sys
-from filelock import FileLock
-with FileLock(sys.argv[1]):
-    print("held", flush=True)
-    input()
-"""
-FORK = """import os, sys
+HOLD = """import os, sys
 from filelock import FileLock
 with FileLock(sys.argv[1]):
     if not os.fork():
@@ -36,34 +31,19 @@ with FileLock(sys.argv[1]):
 
 @pytest.fixture
 def held(tmp_path):
-    """Lets another process hold a folder or file as our own runs do; gives what ends it."""
+    """Lets another process hold a folder or file as our own runs do; its worker outlives it when it is killed."""
     processes = []
 
     def hold(path):
-        lock = path / ".lock" if path.is_dir() else f"{path}.lock"
-        process = subprocess.Popen(
-            [sys.executable, "-c", HOLD, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        processes.append(process)
-        assert process.stdout.readline() == "held\n"
-        return process
+        words = [sys.executable, "-c", HOLD, str(path / ".lock" if path.is_dir() else f"{path}.lock")]
+        processes.append(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        assert processes[-1].stdout.readline() == "held\n"
+        return processes[-1]
 
     yield hold
     for process in processes:
         process.kill()
         process.communicate()
-
-
-def test_a_worker_that_outlives_a_killed_run_keeps_nobody_out(tmp_path):
-    command = [sys.executable, "-c", FORK, str(tmp_path / ".lock")]
-    # A run that ends in order would unlock for its workers too; closing stdin ends the worker.
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "held\n"
-        process.kill()
-        process.wait()
-        with only_writer(tmp_path, "output_dir"):
-            pass
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch):
@@ -140,69 +120,43 @@ def folder_of(path: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("fails", ["never", "flush", "rename"])
-def test_a_folder_takes_the_place_of_an_older_one_or_leaves_it(tmp_path, monkeypatch, fails):
+@pytest.mark.parametrize("number", [None, errno.EIO, errno.EINVAL, errno.ENOTSUP])
+def test_every_file_is_flushed_before_it_gets_its_name(tmp_path, monkeypatch, number):
+    """Of what cannot be flushed the old one stays, but for the folders of file systems that flush none."""
     final, aside = folder_of(tmp_path / "final", "old"), folder_of(tmp_path / "_incomplete-final", "new")
-    flush, rename = os.fsync, Path.rename
+    replace_file(tmp_path / "single", "old")
+    seen, original = [], os.fsync
 
     def fsync(descriptor):
-        if fails == "flush":
-            raise OSError(errno.EIO, "Input/output error")
-        flush(descriptor)
-
-    def broken(path, other):
-        if fails == "rename" and path == aside:
-            raise OSError(errno.EIO, "Input/output error")
-        return rename(path, other)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(Path, "rename", broken)
-    if fails == "never":
-        publish(aside, final)
-        assert [path.name for path in tmp_path.iterdir()] == ["final"]
-    else:
-        with refused(OSError, "Input/output error"):
-            publish(aside, final)
-    assert (final / "file").read_text() == ("new" if fails == "never" else "old")
-
-
-def test_every_file_is_flushed_before_the_folder_gets_its_name(tmp_path, monkeypatch):
-    aside, seen, original = folder_of(tmp_path / "_incomplete-final", "new"), [], os.fsync
-
-    def fsync(descriptor):
-        seen.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")).name, (tmp_path / "final").exists()))
-        original(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    publish(aside, tmp_path / "final")
-    assert seen == [("file", False), (aside.name, False), (tmp_path.name, True)]
-
-
-def test_a_file_is_the_old_or_the_new_one(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    replace_file(path, "old")
-
-    def fsync(descriptor):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    with refused(OSError, "Input/output error"):
-        replace_file(path, "new")
-    assert path.read_text() == "old"
-
-
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
-def test_a_file_system_that_flushes_no_folders_gets_its_folders(tmp_path, monkeypatch, number):
-    original = os.fsync
-
-    def fsync(descriptor):
-        if Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_dir():
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        seen.append((path.name, (final / "file").read_text()))
+        if number == errno.EIO or (number and path.is_dir()):
             raise OSError(number, os.strerror(number))
         original(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    publish(folder_of(tmp_path / "_incomplete-final", "new"), tmp_path / "final")
-    assert (tmp_path / "final" / "file").read_text() == "new"
+    for write in (lambda: publish(aside, final), lambda: replace_file(tmp_path / "single", "new")):
+        with refused(OSError, "Input/output error") if number == errno.EIO else nullcontext():
+            write()
+    expected = "old" if number == errno.EIO else "new"
+    assert (final / "file").read_text() == (tmp_path / "single").read_text() == expected
+    if number != errno.EIO:
+        assert seen[:3] == [("file", "old"), (aside.name, "old"), (tmp_path.name, "new")]
+
+
+def test_a_folder_that_cannot_be_renamed_leaves_the_older_one(tmp_path, monkeypatch):
+    final, aside = folder_of(tmp_path / "final", "old"), folder_of(tmp_path / "_incomplete-final", "new")
+    rename = Path.rename
+
+    def broken(path, other):
+        if path == aside:
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, other)
+
+    monkeypatch.setattr(Path, "rename", broken)
+    with refused(OSError, "Input/output error"):
+        publish(aside, final)
+    assert (final / "file").read_text() == "old"
 
 
 @pytest.mark.parametrize("has_links", [True, False])

@@ -58,8 +58,8 @@ from dflash_hf import (  # noqa: E402
     DFlashTrainingArguments,
     PackedDataset,
     TokenizeOptions,
-    command_publish,
     load_documents,
+    publishing,
     read_completions,
     tokenize_completions,
     tokenize_files,
@@ -495,7 +495,7 @@ def publish(drafter: Path, output: Path, *words: str) -> str:
     """Run `dflash-hf publish` without sending anything; what it prints."""
     given = ["--drafter", str(drafter), "--repo_id", "me/tiny-DFlash", "--output_dir", str(output)]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        command_publish.main([*given, "--dry_run", "true", *words])
+        publishing.main([*given, "--dry_run", "true", *words])
     return printed.getvalue()
 
 

@@ -37,7 +37,7 @@ def test_a_record_keeps_neither_this_machine_nor_its_versions():
 
 def test_the_package_is_reached_by_names_that_stay():
     modules = {"dflash_hf": set(dflash_hf.__all__), "dflash_hf.generation": set(dflash_hf.generation.__all__)}
-    modules["dflash_hf"] |= {"command_publish", "command_evaluate", "command_generate", "command_tokenize"}
+    modules["dflash_hf"] |= {"publishing", "command_evaluate", "command_generate", "command_tokenize"}
     for node in ast.walk(ast.parse((HERE / "record.py").read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("dflash_hf"):
