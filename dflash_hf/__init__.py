@@ -16,10 +16,11 @@ Files, in the order in which data flows:
   `documents` (the folder that it writes and training opens), `command_tokenize` (`dflash-hf tokenize`);
 - the target: `topology` (which devices), `packed_targets`, `frozen_target`, `prefetch` (ahead of the drafter);
 - training: `training_args`, `losses`, `selector_losses` (of DFlash 2), `optimizers`, `adapters` (LoRA), `adapting`
-  (going on from a published drafter), `operations` (how much work a step is), `callbacks`, `writing` (one process a folder), `checkpointing`,
-  `remote_checkpoints`, `resuming`, `trainer`, `planning` (a run before its first step), `command_adapt`;
-- decoding: `generation`, `prompts`, `serving` (vLLM and SGLang servers), `acceptance`, `draft_length` (how many tokens to
-  draft), `command_generate` (the target answers prompts), `command_evaluate` (what drafters save);
+  (going on from a published drafter), `operations` (how much work a step is), `callbacks`, `writing` (one process a
+  folder), `checkpointing`, `remote_checkpoints`, `resuming`, `trainer`, `planning` (a run before its first step),
+  `command_adapt`;
+- decoding: `generation`, `prompts`, `serving` (vLLM and SGLang servers), `acceptance`, `draft_length` (how many tokens
+  to draft), `command_generate` (the target answers prompts), `command_evaluate` (what drafters save);
 - to the Hub: `model_card` (facts and results of a run), `publishing`;
 - `cli`: options from the command line and YAML; `commands` (`dflash-hf`), `command_train` (its `train` and `plan`).
 """

@@ -30,10 +30,10 @@ from dflash_hf import (
 from dflash_hf.acceptance import walk_batch, walk_documents
 from dflash_hf.adapters import lora_config, merge_adapter
 from dflash_hf.checkpoint_format import GEOMETRY
-from dflash_hf.publishing import main as publish
 from dflash_hf.command_train import main
 from dflash_hf.frozen_target import FrozenHead
 from dflash_hf.generation import check_drafter, speculative_generate_batch
+from dflash_hf.publishing import main as publish
 
 
 SMALL = {"conv_group_size": 8, "selector_rank": 8, "selector_top_k": 64}

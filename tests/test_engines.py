@@ -250,7 +250,7 @@ def test_evaluate_measures_the_server_and_prints_the_speed_up(drafters, target_p
     """By its counters and, where the server tells them, by each answer's own figures."""
     from dflash_hf.commands import main
 
-    for words in ((), ("--enable-per-request-metrics",)):
+    for words in ((), ("--per-request-spec-decode-metrics", "summary")):
         with served_by(drafters["bundled"], target_path, tmp_path / "log", *words) as url:
             given = ["--server", url, "--plain_server", plain[0], "--prompts", str(SMOLLM2 / "prompts.jsonl")]
             given += ["--num_prompts", "6", "--max_new_tokens", "32", "--output_dir", str(tmp_path / "results")]
