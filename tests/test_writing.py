@@ -22,9 +22,10 @@ HOLD = """import os, sys
 from filelock import FileLock
 with FileLock(sys.argv[1]):
     if not os.fork():
+        # By now the fork has let go of the lock.
+        print("held", flush=True)
         os.read(0, 1)
         os._exit(0)
-    print("held", flush=True)
     os.wait()
 """
 
