@@ -855,16 +855,20 @@ def plot_reports(reports: Mapping[str, AcceptanceReport], path: Path, target: st
     figure.savefig(path, dpi=120)
 
 
-def plot_servers(reports: Mapping[str, ServerReport], path: Path) -> None:
-    """Acceptance per slot, for the servers that tell it; none of them tells its drafter's name."""
+def plot_servers(reports: Mapping[str, ServerReport], path: Path, drafters: Sequence[str] | None = None) -> None:
+    """Acceptance per slot, for the servers that tell it; none of them tells its drafter's name, which may be given."""
     # Ports and engines tell servers of one model apart.
-    names = [f"{report.engine}, {short_names([url])[0].rpartition(':')[2]}" for url, report in reports.items()]
+    ports = {url: short_names([url])[0].rpartition(":")[2] for url in reports}
+    names = short_names(drafters or [f"{report.engine}, {ports[url]}" for url, report in reports.items()])
+    # While servers are still asked there are fewer reports than drafters.
+    names = names[: len(reports)]
     slots = {name: shares for name, r in zip(names, reports.values(), strict=True) if (shares := r.slot_acceptance)}
     if slots:
         figure, (axes,) = new_figure(1)
         models = ", ".join(dict.fromkeys(short_names([report.model])[0] for report in reports.values()))
         count = max(len(report.answers) for report in reports.values())
-        figure.suptitle(plot_label(f"{models} with its server's drafter: {count} prompts"))
+        drafter = ", ".join(names) if drafters else "its server's drafter"
+        figure.suptitle(plot_label(f"{models} with {drafter}: {count} prompts"))
         plot_slots(slots, axes)
         figure.savefig(path, dpi=120)
 

@@ -60,7 +60,7 @@ logger = logging.get_logger(__name__)
 
 # Seconds after which what is measured so far is written once more.
 WRITE_EVERY = 60.0
-OF_DECODING_HERE = ["target", "target_model_init_kwargs", "drafters", "sample_drafts", "dtype", "device", "check_walk"]
+OF_DECODING_HERE = ["target", "target_model_init_kwargs", "sample_drafts", "dtype", "device", "check_walk"]
 OF_DECODING_HERE += ["use_cache", "batch_size", "num_draft_tokens", "draft_lengths", "batch_sizes", "costs"]
 OF_SERVERS = ("model", "plain_server", "concurrency", "timeout")
 LEAST = {"num_prompts": 1, "max_new_tokens": 2, "concurrency": 1, "timeout": 1e-3, "batch_size": 1}
@@ -74,7 +74,9 @@ class EvaluationArguments:
     target_model_init_kwargs: dict[str, Any] | None = field(
         default=None, metadata={"help": "Arguments of from_pretrained for the target, a quantisation say, as JSON."}
     )
-    drafters: list[str] | None = field(default=None, metadata={"help": "Hub ids or folders of drafters."})
+    drafters: list[str] | None = field(
+        default=None, metadata={"help": "Hub ids or folders of drafters; names of those that servers have, for plots."}
+    )
     prompts: str | None = field(default=None, metadata={"help": "File or folder of prompts or chats."})
     presets: list[str] | None = field(default=None, metadata={"help": f"Known prompts: {', '.join(PRESETS)}."})
     num_prompts: int | None = field(default=None, metadata={"help": "Prompts of the file and of each preset."})
@@ -126,6 +128,10 @@ class EvaluationArguments:
             raise ValueError("The plots need matplotlib: `pip install 'dflash_hf[evaluation]'`.")
         if self.server:
             refuse_unused(self, OF_DECODING_HERE, "on a server, which is asked as it was started")
+            if len(self.drafters or self.server) != len(self.server):
+                raise ValueError(
+                    f"drafters names {len(self.drafters or [])} for {len(self.server)} servers; expected one for each."
+                )
         else:
             refuse_unused(self, OF_SERVERS, "on decoding here, without a server")
         if self.temperature == 0:
@@ -245,7 +251,7 @@ class Results:
         if self.servers:
             results["plain_tokens_per_second"] = self.plain_tokens_per_second
             results["servers"] = {url: _server_result(report) for url, report in self.servers.items()}
-            plot_servers(self.servers, folder / "acceptance.png")
+            plot_servers(self.servers, folder / "acceptance.png", self.args.drafters)
         else:
             results["walked"] = {name: value for name, value in self.walked.items() if value == value}
             results["drafters"] = {name: _report_result(report) for name, report in self.reports.items()}

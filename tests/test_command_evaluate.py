@@ -210,7 +210,7 @@ def test_n12_a_server_is_reported_alike(run, start, prompt_file, monkeypatch):
     (engine, url), (_, other), (_, plain) = start("vllm"), start("vllm"), start("sglang", plain=True)
     results, table, _ = run(
         "--server", url, other, "--plain_server", plain, "--prompts", prompt_file, "--max_new_tokens", 20,
-        "--top_k", 5, "--temperature", 0.7, "--enable_thinking", "true",
+        "--top_k", 5, "--temperature", 0.7, "--enable_thinking", "true", "--drafters", "org/One-DFlash", "two",
     )  # fmt: skip
     report, _ = results["servers"].values()
     assert report["acceptance_length"] == 3.0 and report["num_prompts"] == 3 and len(report["answers"]) == 3
@@ -225,7 +225,7 @@ def test_n12_a_server_is_reported_alike(run, start, prompt_file, monkeypatch):
     # No address is in the plot.
     figure, (axes,) = figures[-1]
     legend = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert legend == [f"vllm, {address.rpartition(':')[2]}" for address in (url, other)]
+    assert legend == ["One-DFlash", "two"] and "One-DFlash, two" in figure.get_suptitle()
     assert "Qwen3.6-27B" in figure.get_suptitle() and "3 prompts" in figure.get_suptitle()
 
 
@@ -336,6 +336,7 @@ SERVED = {"server": ["http://localhost:1"], "prompts": "p"}
         (SERVED | {"num_prompts": 0}, ["num_prompts", 0]),
         (SERVED | {"temperature": -1}, ["temperature", -1]),
         (SERVED | {"server": ["u", "u"]}, ["server", "u u"]),
+        (SERVED | {"drafters": ["a", "b"]}, ["drafters", "2", "1"]),
         (HERE | {"dtype": "float8_e4m3fn"}, ["dtype", "float8_e4m3fn"]),
         (HERE | {"target_model_init_kwargs": {"token": "hf_x"}}, ["token"]),
         (HERE | {"draft_lengths": [0, 3]}, ["draft_lengths", 0]),
