@@ -57,13 +57,24 @@ EAGLE_TAPS = "eagle_aux_hidden_state_layer_ids"
 OTHER_LAYOUTS = {
     "sample_from_anchor": "DSpark (slot j predicts the token after it)",
     **dict.fromkeys(("dspark_config", "markov_rank", "markov_head_type"), "DSpark"),
-    **dict.fromkeys(("enable_confidence_head", "shift_label"), "DSpark"),
+    **dict.fromkeys(("enable_confidence_head", "use_confidence_head", "dspark_noise_token_id"), "DSpark"),
+    "shift_label": "Domino or DSpark",
+    **dict.fromkeys(("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len"), "Domino"),
+    "projector_type": "a projector of Model-Optimizer",
     **dict.fromkeys(GEOMETRY, "DFlash 2"),
     "dflare_config": "DFlare",
     **dict.fromkeys(("speculators_model_type", "speculators_config", "transformer_layer_config"), "speculators"),
 }
+# How names of fields begin that announce a layout.
+_LAYOUT_PREFIXES = {"lilicorr_": "LiLiCorr", "xpress_": "XPress"}
 # Another layout -> the readers that have code of their own for it.
-_SERVED_BY = {"DFlash 2": ("z-lab",), "speculators": ("vLLM",)}
+_SERVED_BY = {"DFlash 2": ("z-lab",), "speculators": ("vLLM",), "LiLiCorr": ("SGLang",)}
+# Classes of other drafters that servers know -> which servers (vLLM 0.32/0.33, SGLang 0.5.23).
+_FOREIGN = {
+    **dict.fromkeys(("LiLiCorrDraftModel", "DFlashLagunaForCausalLM", "MuseGlimmerAssistantModel"), "SGLang"),
+    **dict.fromkeys(("DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel"), "vLLM 0.33 or SGLang"),
+    "Qwen3XPressModel": "code of its own",
+}
 # Field -> (values that mean "not used", readers that apply it, readers of which only some releases do). The others
 # ignore the field without a word.
 PARTLY_READ: dict[str, tuple[tuple, tuple[str, ...], tuple[str, ...]]] = {
@@ -71,15 +82,16 @@ PARTLY_READ: dict[str, tuple[tuple, tuple[str, ...], tuple[str, ...]]] = {
     "output_multiplier": ((None, 1), ("z-lab",), ()),
     "final_logit_softcapping": ((None, 0), ("z-lab",), ()),
     "logit_scale": ((None, 1), ("vLLM",), ()),
-    "use_swa": ((None, False), ("vLLM",), ("SGLang",)),
-    "swa_window_size": ((None,), ("vLLM",), ("SGLang",)),
-    "attention_sink_bias": ((None, False), ("vLLM",), ("SGLang",)),
+    # As vLLM 0.32/0.33 and SGLang 0.5.23 do. ModelOpt exports use_swa beside full layers: vLLM alone has windows then.
+    "use_swa": ((None, False), ("vLLM",), ()),
+    "swa_window_size": ((None,), ("vLLM",), ()),
+    "attention_sink_bias": ((None, False), SERVERS, ()),
     "add_swa_attention_sink_bias": ((None, False), ("vLLM",), ()),
-    "attention_value_scale": ((None, 1), (), ("SGLang",)),
+    "attention_value_scale": ((None, 1), SERVERS, ()),
     "use_aux_hidden_state": ((None, True), ("vLLM",), ()),
     "is_neox_style": ((None, True), SERVERS, ()),
     "rope_is_neox_style": ((None, True), ("SGLang",), ()),
-    "quantization_config": ((None,), ENGINES, ()),
+    "quantization_config": ((None,), ("vLLM", "z-lab"), ()),
 }
 # Field of a rotary embedding that turns part of a head, or by several positions -> values that mean "not used".
 PARTIAL_ROTATION: dict[str, tuple] = {
@@ -295,6 +307,8 @@ def _architectures(checkpoint: Checkpoint) -> Said:
         yield _field("architectures", given, f"[{DFLASH2!r}]", why, "Train convolutions and a selector.", ENGINES)
     elif given != ["DFlashDraftModel"]:
         why = "vLLM and SGLang look up the drafter's class by this name."
+        known = [name for name in _FOREIGN if isinstance(given, list) and name in given]
+        why += "".join(f" {name} is another drafter, which {_FOREIGN[name]} runs." for name in known)
         remedy = "Set it if the tensors are those of a DFlash drafter; else use the code that made the checkpoint."
         errors = (*SERVERS, *(() if given is None else OURS))
         yield _field("architectures", given, "['DFlashDraftModel']", why, remedy, errors)
@@ -304,7 +318,8 @@ def _layout(checkpoint: Checkpoint) -> Said:
     vocab_size = checkpoint.raw.get("vocab_size")
     expected = "DFlash: slot k drafts the token at its own position, and only the target's head follows"
     for where, fields in checkpoint.levels.items():
-        for name, layout in OTHER_LAYOUTS.items():
+        begun = {name: known for begin, known in _LAYOUT_PREFIXES.items() for name in fields if name.startswith(begin)}
+        for name, layout in {**OTHER_LAYOUTS, **begun}.items():
             if fields.get(name) and not (layout == "DFlash 2" and checkpoint.is_dflash2):
                 served, why = _SERVED_BY.get(layout, ()), f"This is the layout of {layout}."
                 if served and layout != "DFlash 2":
@@ -621,6 +636,10 @@ def _mask_token_id(checkpoint: Checkpoint) -> Said:
     eos, pad = checkpoint.raw.get("eos_token_id"), checkpoint.raw.get("pad_token_id")
     expected = f"an id below {_show(vocab_size)}"
     remedy = "Write the id that the drafter was trained with, of a reserved token that texts do not use."
+    token = checkpoint.value("mask_token")
+    if token is not None and not (isinstance(token, str) and token):
+        why = "SGLang 0.5.23 stops at anything else."
+        yield _field("mask_token", token, "a text that is not empty, or no such field", why, _REMOVE, ("SGLang",))
     if mask is None:
         why = "vLLM and dflash stop; SGLang takes the id of a token <|MASK|>, which it may add to the tokenizer."
         yield _field("mask_token_id", None, expected, why, remedy)
